@@ -7,9 +7,10 @@ Train or fine-tune a SpeedT5 on translation or summarization. A recipe sets defa
         --train_file sentences.train.jsonl.gz paragraphs.train.jsonl.gz --validation_file sentences.valid.jsonl.gz \
         --output_dir en-de-small --learning_rate 1e-3 --max_train_minutes 60
 
-On several processes: `torchrun --nproc_per_node 2 examples/run_seq2seq.py ...`. After an interruption, the same command
-with `--resume_from_checkpoint` continues from the last checkpoint in `output_dir`. Every evaluation logs the loss of each
-exit and scores texts written by `generate(speed=True)`. The last line of output names the folder and the last scores.
+On several processes: `torchrun --nproc_per_node 2 examples/run_seq2seq.py ...`. After an interruption, the same
+command with `--resume_from_checkpoint` continues from the last checkpoint in `output_dir`. Every evaluation logs the
+loss of each exit and scores texts written by `generate(speed=True)`. The last line of output names the folder and the
+scores.
 """
 
 import difflib
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import yaml
 from transformers import AutoTokenizer, HfArgumentParser, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import SchedulerType, get_last_checkpoint
 from transformers.utils import logging
 
 from speed_hf import SpeedT5Config, SpeedT5ForCausalLM
@@ -28,6 +29,7 @@ from speed_hf.data import NUM_SPECIAL_TOKENS, PackedRows, load_pairs, pack_pairs
 from speed_hf.model_card import build_model_card
 from speed_hf.text_metrics import TextScores, generate_texts
 from speed_hf.training import SpeedTrainer, SpeedTrainingArguments
+
 
 logger = logging.get_logger("run_seq2seq")
 
@@ -75,7 +77,7 @@ class RunArguments(SpeedTrainingArguments):
 
 def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, RunArguments]:
     """Flags, over the values of the recipe if the first word is a YAML file."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments))
+    parser = HfArgumentParser((ModelArguments, DataArguments, RunArguments))  # type: ignore[arg-type]
     if argv and argv[0].endswith((".yaml", ".yml")):
         recipe = yaml.safe_load(Path(argv[0]).read_text(encoding="utf-8")) or {}
         known = {action.dest for action in parser._actions}
@@ -101,16 +103,20 @@ def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: 
     needed = data_args.max_source_length + data_args.max_target_length + NUM_SPECIAL_TOKENS
     if data_args.row_length < needed:
         raise ValueError(
-            f"`row_length` must be at least `max_source_length` + `max_target_length` + {NUM_SPECIAL_TOKENS} = {needed}, "
-            f"got {data_args.row_length}: raise it or lower the others."
+            f"`row_length` must be at least `max_source_length` + `max_target_length` + {NUM_SPECIAL_TOKENS} = "
+            f"{needed}, got {data_args.row_length}: raise it or lower the others."
         )
     if args.eval_strategy != "no" and not (data_args.validation_file or data_args.dataset_name):
         raise ValueError("`validation_file` must be given for `eval_strategy`: name one or set `eval_strategy` to no.")
-    output_dir = Path(args.output_dir)
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not (args.resume_from_checkpoint or args.overwrite_output_dir):
+    output_dir = Path(str(args.output_dir))
+    if (
+        output_dir.is_dir()
+        and any(output_dir.iterdir())
+        and not (args.resume_from_checkpoint or args.overwrite_output_dir)
+    ):
         raise ValueError(
-            f"`output_dir` must be empty, got `{output_dir}` with files in it: pass --resume_from_checkpoint to go on, "
-            "--overwrite_output_dir to start over, or another folder."
+            f"`output_dir` must be empty, got `{output_dir}` with files in it: pass --resume_from_checkpoint to go on,"
+            " --overwrite_output_dir to start over, or another folder."
         )
 
 
@@ -120,7 +126,7 @@ def find_checkpoint(args: RunArguments) -> str | None:
         return None
     if str(args.resume_from_checkpoint).lower() not in ("last", "true"):
         return args.resume_from_checkpoint
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    last = get_last_checkpoint(args.output_dir) if Path(str(args.output_dir)).is_dir() else None
     if last is None:
         logger.warning(f"No checkpoint in `{args.output_dir}` yet: training starts from the beginning.")
     return last
@@ -173,8 +179,8 @@ def pack_split(pairs, tokenizer, data_args: DataArguments, name: str) -> PackedR
     )
     rows = pack_pairs(tokenized, data_args.row_length, tokenizer.pad_token_id)
     logger.warning(
-        f"{name}: {len(tokenized)} pairs ({tokenized.num_truncated} cut), {len(tokenized.input_ids)} tokens in {len(rows)} "
-        f"rows, {rows.fill_rate:.1%} full."
+        f"{name}: {len(tokenized)} pairs ({tokenized.num_truncated} cut), {len(tokenized.input_ids)} tokens in "
+        f"{len(rows)} rows, {rows.fill_rate:.1%} full."
     )
     return rows
 
@@ -201,20 +207,31 @@ def make_text_metrics(pairs, tokenizer, data_args: DataArguments, scores: TextSc
     return text_metrics
 
 
-def write_card(trainer: SpeedTrainer, model_args, data_args: DataArguments, args: RunArguments, results: dict, example: str):
+def write_card(
+    trainer: SpeedTrainer,
+    model: SpeedT5ForCausalLM,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RunArguments,
+    results: dict,
+    example: str,
+):
     """README.md in `output_dir`."""
     recipe = {
         "optimizer": args.optimizer,
         "learning rate": args.learning_rate,
-        "schedule": args.lr_scheduler_type.value,
+        "schedule": SchedulerType(args.lr_scheduler_type).value,
         "steps": trainer.state.global_step,
-        "tokens per step": data_args.row_length * args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-        "exit loss weights": trainer.model.config.exit_loss_weights,
+        "tokens per step": data_args.row_length
+        * args.train_batch_size
+        * args.gradient_accumulation_steps
+        * args.world_size,
+        "exit loss weights": model.config.exit_loss_weights,
     }
-    files = [Path(path).name for path in data_args.train_file or []] or [data_args.dataset_name]
+    files = [Path(path).name for path in data_args.train_file or []] or [str(data_args.dataset_name)]
     trainer.model_card = build_model_card(
-        trainer.model,
-        name=args.hub_model_id or Path(args.output_dir).name,
+        model,
+        name=args.hub_model_id or Path(str(args.output_dir)).name,
         task=data_args.task,
         example=example,
         training_data=files,
@@ -266,7 +283,9 @@ def main(argv: list[str] | None = None):
     model.config.use_cache = True  # the Trainer turned it off for training
     trainer.save_model()
     trainer.save_state()
-    write_card(trainer, model_args, data_args, args, results, data_args.source_prefix + pairs["train"][0]["source"])
+    write_card(
+        trainer, model, model_args, data_args, args, results, data_args.source_prefix + pairs["train"][0]["source"]
+    )
     if args.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():

@@ -6,7 +6,7 @@ Train a sentencepiece unigram vocabulary on text files and save it as a Hugging 
     python examples/train_tokenizer.py --files train.jsonl.gz more.parquet --columns en de --vocab_size 8000 \
         --output_dir tokenizer
 
-Pieces 0, 1, 2 are pad (also bos), eos and unk, as in T5. Text that the pieces do not cover is spelled in bytes, so every
+Pieces 0, 1, 2 are pad (also bos), eos and unk, as in T5. Text that the pieces do not cover is spelled in bytes, so any
 text survives encoding and decoding. The last line of output names the folder, the vocabulary size and tokens per word.
 """
 
@@ -20,6 +20,7 @@ from tokenizers.models import Unigram
 from transformers import HfArgumentParser, PreTrainedTokenizerFast
 
 from speed_hf.data import load_file, select_text_columns
+
 
 PAD, EOS, UNK, SPACE = "<pad>", "</s>", "<unk>", "▁"
 

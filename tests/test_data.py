@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from speed_hf.data import TokenizedPairs, assign_rows, load_pairs, pack_pairs, stack_rows, tokenize_pairs
 
+
 COLUMNS = {"source": "en", "target": "de"}
 
 
@@ -139,9 +140,9 @@ def test_unusable_rows_are_refused(tmp_path, rows, message):
 
 def test_damaged_missing_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"en": "one", "de"')
-    with pytest.raises(ValueError, match="cannot be read .*repair the file"):
+    with pytest.raises(ValueError, match=r"cannot be read .*repair the file"):
         load_pairs(COLUMNS, [str(tmp_path / "a.jsonl")])
     with pytest.raises(ValueError, match="does not exist"):
         load_pairs(COLUMNS, [str(tmp_path / "b.jsonl")])
-    with pytest.raises(ValueError, match="must end in one of .json"):
+    with pytest.raises(ValueError, match=r"must end in one of \.json"):
         load_pairs(COLUMNS, [str(tmp_path / "b.txt")])

@@ -15,7 +15,8 @@ from speed_hf import SpeedT5Config, SpeedT5ForCausalLM
 from speed_hf.data import PackedRows, stack_rows
 from speed_hf.model_card import build_model_card
 from speed_hf.text_metrics import TextScores, generate_texts
-from speed_hf.training import MuonAdamW, SpeedTrainer, SpeedTrainingArguments, timed_rate
+from speed_hf.training import SpeedTrainer, SpeedTrainingArguments, timed_rate
+
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "run_seq2seq.py"
 SIZES = "hidden_size=32,intermediate_size=32,num_attention_heads=2,head_dim=16,num_unique_layers=1,num_repetitions=2"
@@ -62,7 +63,8 @@ def files(tmp_path):
 
 def command(files, *flags):
     (files / "recipe.yaml").write_text(
-        f"tokenizer_name: {files}/tokenizer\ntrain_file: [{files}/train.jsonl]\nvalidation_file: [{files}/train.jsonl]\n"
+        f"tokenizer_name: {files}/tokenizer\n"
+        f"train_file: [{files}/train.jsonl]\nvalidation_file: [{files}/train.jsonl]\n"
         f"source_column: src\ntarget_column: tgt\nmax_source_length: 8\nmax_target_length: 8\nrow_length: 32\n"
         f"config_overrides: {SIZES}\noutput_dir: {files}/out\nlearning_rate: 1e-3\nper_device_train_batch_size: 4\n"
         "max_steps: 4\nsave_steps: 2\nlogging_steps: 1\neval_strategy: steps\neval_steps: 2\nmax_generate_samples: 3\n"
@@ -101,9 +103,7 @@ def tiny_trainer(tmp_path, model=None, rows=None, **kwargs):
     }  # fmt: skip
     args = SpeedTrainingArguments(output_dir=str(tmp_path / "trainer"), **arguments)
     rows = rows or tiny_rows()
-    return SpeedTrainer(
-        model or tiny_model(), args, train_dataset=rows, eval_dataset=rows, data_collator=stack_rows
-    )
+    return SpeedTrainer(model or tiny_model(), args, train_dataset=rows, eval_dataset=rows, data_collator=stack_rows)
 
 
 def test_script_trains_scores_and_writes_a_checkpoint_that_loads(script, files, capsys):
@@ -148,10 +148,13 @@ def test_overrides_apply_on_top_of_a_checkpoint(script, files):
         (["--config_overrides", "hiden_size=3"], "`config_overrides` must name values .* got 'hiden_size'"),
         (["--config_overrides", "num_hidden_layers=3"], "num_hidden_layers is derived"),
         (["--task", "poetry"], "`task` must be translation or summarization, got 'poetry'"),
-        (["--optimizer", "sgd"], "`optimizer` must be one of adamw, muon, adafactor_t5x, got 'sgd'"),
+        (["--optimizer", "sgd"], "`optimizer` must be one of adamw, adafactor_t5x, got 'sgd'"),
         (["--label_smoothing_factor", "0.1"], "`label_smoothing_factor` must be 0, got 0.1"),
         (["--max_train_minutes", "1", "--warmup_steps", "10"], "`warmup_steps` must be a share of the time"),
-        (["--max_train_minutes", "1", "--lr_scheduler_type", "polynomial"], "`lr_scheduler_type` must be one of cosine"),
+        (
+            ["--max_train_minutes", "1", "--lr_scheduler_type", "polynomial"],
+            "`lr_scheduler_type` must be one of cosine",
+        ),
         (["--max_train_minutes", "0"], "`max_train_minutes` must be above 0"),
     ],
 )
@@ -171,14 +174,14 @@ def test_empty_targets_are_refused_before_anything_is_written(script, files):
 def test_unknown_recipe_key_is_refused_with_the_likely_one(script, files):
     recipe = command(files)
     Path(recipe[0]).write_text("learning_rat: 1e-3\n")
-    with pytest.raises(ValueError, match="`learning_rat` in .* did you mean `learning_rate`"):
+    with pytest.raises(ValueError, match=r"`learning_rat` in .* did you mean `learning_rate`"):
         script.main(recipe)
 
 
 def test_output_dir_with_files_is_refused(script, files):
     (files / "out").mkdir()
     (files / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="`output_dir` must be empty, .* --resume_from_checkpoint"):
+    with pytest.raises(ValueError, match=r"`output_dir` must be empty, .* --resume_from_checkpoint"):
         script.main(command(files))
 
 
@@ -192,7 +195,9 @@ def test_exit_losses_are_exact_under_gradient_accumulation(tmp_path):
         logs.append(trainer.state.log_history[0])
     for name in ("loss", "loss_exit_1", "loss_exit_2", "loss_exit_3"):
         assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-5)
-    weighted = sum(weight * logs[0][f"loss_exit_{exit_}"] for exit_, weight in enumerate((1 / 6, 2 / 6, 3 / 6), start=1))
+    weighted = sum(
+        weight * logs[0][f"loss_exit_{exit_}"] for exit_, weight in enumerate((1 / 6, 2 / 6, 3 / 6), start=1)
+    )
     assert logs[0]["loss"] == pytest.approx(weighted, abs=1e-5)
 
 
@@ -217,7 +222,13 @@ def test_plain_training_arguments_are_refused(tmp_path):
 def test_time_budget_stops_saves_and_ends_at_rate_zero(tmp_path, monkeypatch):
     clock = iter(range(0, 10**6, 5))  # every look at the clock is 5 s after the last
     monkeypatch.setattr("speed_hf.training.time.monotonic", lambda: next(clock))
-    options = {"max_train_minutes": 1, "max_steps": -1, "save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "linear"}
+    options = {
+        "max_train_minutes": 1,
+        "max_steps": -1,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "lr_scheduler_type": "linear",
+    }
     trainer = tiny_trainer(tmp_path, **options)
     trainer.train()
     assert trainer.state.global_step == 12
@@ -238,37 +249,24 @@ def test_timed_rate_warms_up_and_decays(share, cosine, linear):
     assert timed_rate(share, 0.1, "constant_with_warmup") == min(1, share / 0.1)
 
 
-def test_muon_state_survives_saving(tmp_path):
-    def steps(model, optimizer, num_steps):
-        for step in range(num_steps):
-            batch = stack_rows([tiny_rows()[step % 4]])
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def build(model):
-        matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-        others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-        return MuonAdamW(matrices, others, lr=1e-2, weight_decay=0.1)
-
-    model = tiny_model()
-    optimizer = build(model)
-    steps(model, optimizer, 2)
-    copy = tiny_model()
-    copy.load_state_dict(model.state_dict())
-    restored = build(copy)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    for group in restored.param_groups + optimizer.param_groups:
-        group["lr"] = 5e-3  # as a scheduler does
-    steps(model, optimizer, 2)
-    steps(copy, restored, 2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+def test_adamw_gives_the_embedding_table_its_own_rate_and_spares_norms_from_decay(tmp_path):
+    trainer = tiny_trainer(tmp_path, learning_rate=1e-3, embedding_learning_rate=1e-2, weight_decay=0.1)
+    groups = trainer.create_optimizer().param_groups
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert len(rates) == sum(1 for _ in trainer.model.parameters())
+    assert rates[id(trainer.model.model.embed_tokens.weight)] == (1e-2, 0.1)
+    assert rates[id(trainer.model.model.norm.weight)] == (1e-3, 0.0)
+    assert rates[id(trainer.model.model.layers[0].mlp.wo.weight)] == (1e-3, 0.1)
 
 
 def test_adafactor_follows_the_schedule_of_t5x(tmp_path):
     trainer = tiny_trainer(
-        tmp_path, optimizer="adafactor_t5x", learning_rate=1.0, lr_scheduler_type="inverse_sqrt", warmup_steps=4, max_steps=9
+        tmp_path,
+        optimizer="adafactor_t5x",
+        learning_rate=1.0,
+        lr_scheduler_type="inverse_sqrt",
+        warmup_steps=4,
+        max_steps=9,
     )
     trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]

@@ -6,12 +6,11 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ._version import __version__
 from .configuration_speed_t5 import SpeedT5Config
 from .generation_speed import SpeedGenerationMixin
 from .modeling_speed_t5 import SpeedT5ForCausalLM, SpeedT5Model
 
-
-__version__ = "0.1.0"
 
 # Importing the package is enough for the Auto classes, and the classes take their code along when they are saved.
 AutoConfig.register(SpeedT5Config.model_type, SpeedT5Config, exist_ok=True)

@@ -11,6 +11,7 @@ from datasets import Dataset, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils import logging
 
+
 logger = logging.get_logger(__name__)
 
 IGNORE_INDEX = -100  # label of positions that carry no loss, as everywhere in transformers
@@ -104,7 +105,9 @@ def drop_empty_rows(pairs: Dataset, name: str) -> Dataset:
             "check the column options and the file."
         )
     if dropped.size:
-        logger.warning(f"`{name}`: dropped {dropped.size} of {len(pairs)} rows with an empty text, first row {dropped[0] + 1}.")
+        logger.warning(
+            f"`{name}`: dropped {dropped.size} of {len(pairs)} rows with an empty text, first row {dropped[0] + 1}."
+        )
         pairs = pairs.select(np.flatnonzero(keep))
     return pairs
 
@@ -120,7 +123,7 @@ def load_pairs(
     Text columns of local files, or of one split of a dataset on the Hub, checked row by row.
 
     Args:
-        columns (`dict[str, str]`): new column name -> present column name, for example `{"source": "en", "target": "de"}`.
+        columns (`dict[str, str]`): new column name -> present column name, such as `{"source": "en", "target": "de"}`.
         files (`list[str]`, *optional*): local files, see [`load_file`]; their rows follow each other.
         dataset_name, dataset_config_name (`str`, *optional*): the dataset on the Hub, used when there are no `files`.
         split (`str`): the split of the Hub dataset.
@@ -149,7 +152,7 @@ class TokenizedPairs:
     Args:
         input_ids (`np.ndarray` of shape `(num_tokens,)`, int32): all sequences, one after the other.
         lengths (`np.ndarray` of shape `(num_pairs,)`, int64): tokens of each sequence.
-        prompt_lengths (`np.ndarray` of shape `(num_pairs,)`, int64): tokens of each `bos source eos`, which carry no loss.
+        prompt_lengths (`np.ndarray` of shape `(num_pairs,)`, int64): tokens of each `bos source eos`, without loss.
         num_truncated (`int`): pairs whose source or target was cut.
     """
 
@@ -168,7 +171,7 @@ def tokenize_pairs(pairs: Dataset, tokenizer, max_source_length: int, max_target
 
     Args:
         pairs (`datasets.Dataset`): columns `source` and `target`.
-        tokenizer (`PreTrainedTokenizerBase`): its pad token serves as bos, its eos token ends the source and the target.
+        tokenizer (`PreTrainedTokenizerBase`): its pad token serves as bos, its eos token ends source and target.
         max_source_length, max_target_length (`int`): tokens kept of each text, special tokens not counted.
         source_prefix (`str`): put before every source text.
 

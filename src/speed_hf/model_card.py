@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README of a checkpoint, made from facts."""
 
+import re
+
 from huggingface_hub import ModelCard, ModelCardData
+
 
 CARD = """---
 {metadata}
@@ -10,8 +13,8 @@ CARD = """---
 
 # {name}
 
-A {layers} decoder of {parameters:.1f}M parameters: {unique} unique layers run {repetitions} times, with an exit after every
-repetition. `generate(speed=True)` decodes speculatively through the exits (SPEED, [arXiv 2310.12072](https://arxiv.org/abs/2310.12072))
+A {layers} decoder of {parameters:.1f}M parameters: {unique} unique layers run {repetitions} times, with an exit after
+each repetition. `generate(speed=True)` decodes speculatively through the exits (SPEED, [arXiv 2310.12072](https://arxiv.org/abs/2310.12072))
 and returns the tokens that plain decoding returns, sooner.
 
 ## Usage
@@ -86,8 +89,89 @@ def build_model_card(
         repetitions=config.num_repetitions,
         example=example,
     )
-    text += "\n## Training\n\nData: " + ", ".join(training_data) + ".\n\n" + table(("setting", "value"), list(recipe.items()))
+    text += (
+        "\n## Training\n\nData: "
+        + ", ".join(training_data)
+        + ".\n\n"
+        + table(("setting", "value"), list(recipe.items()))
+    )
     if results:
         rows = [(data, metric, score) for data, scores in results.items() for metric, score in scores.items()]
         text += "\n\n## Results\n\n" + table(("data", "metric", "score"), rows)
     return ModelCard(text + "\n")
+
+
+def results_section(results: dict) -> str:
+    """
+    The section `## Results` of a card.
+
+    Args:
+        results (`dict`): what `examples/evaluate_checkpoint.py` writes to `results.json`.
+
+    Returns:
+        `str`: Markdown.
+    """
+    environment, texts, decoding = results["environment"], results["texts"], results["decoding"]
+    lines = [
+        "## Results",
+        f"Every number below comes from one run of\n\n```\n{environment['command']}\n```",
+        ", ".join(f"{name} {value}" for name, value in environment.items() if name != "command") + ".",
+        f"Greedy translations by `generate(speed=True)`, {results['texts_dtype']}, compared with the whole file:",
+        table(
+            ("data", "pairs", "sources cut", "BLEU", "chrF"),
+            [(name, file["pairs"], file["cut"], file["bleu"], file["chrf"]) for name, file in texts.items()],
+        ),
+    ]
+    groups = [
+        (name, group, scores["pairs"], scores["bleu"], scores["chrf"])
+        for name, file in texts.items()
+        for group, scores in file["groups"].items()
+    ]
+    if groups:
+        lines += ["By origin of the pairs:", table(("data", "origin", "pairs", "BLEU", "chrF"), groups)]
+    lines += [
+        "Signatures: " + ", ".join(f"{metric} `{value}`" for metric, value in results["signatures"].items()) + ".",
+        "Plain and pipelined decoding of one text at a time, in turns. Time is the whole call divided by the new "
+        "tokens, median over the prompts and 90th percentile; passes are uses of the unique layers, prompt included:",
+        _decoding_table(decoding),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _decoding_table(decoding):
+    rows = []
+    for name, by_dtype in decoding.items():
+        for dtype, found in by_dtype.items():
+            plain, speed = found["plain"], found["speed"]
+            rows.append(
+                (
+                    name,
+                    dtype,
+                    f"{found['tokens_equal']} of {found['prompts']}",
+                    f"{plain['ms_per_token']:.2f} ({plain['ms_per_token_p90']:.2f})",
+                    f"{speed['ms_per_token']:.2f} ({speed['ms_per_token_p90']:.2f})",
+                    f"{found['speed_up']:.2f}",
+                    found["slower"],
+                    f"{plain['passes_per_token']:.2f} / {speed['passes_per_token']:.2f}",
+                    " / ".join(f"{share:.1%}" for share in found["flips"].values()) or "-",
+                )
+            )
+    header = ("data", "dtype", "same tokens", "plain ms per token (p90)", "speed ms per token (p90)", "speed-up")
+    return table((*header, "slower prompts", "passes per token, plain / speed", "flips at exits 2, 3, ..."), rows)
+
+
+def with_results(card: ModelCard, results: dict) -> ModelCard:
+    """
+    A card with its section `## Results` replaced, or added at the end.
+
+    Args:
+        card (`ModelCard`): changed in place.
+        results (`dict`): see [`results_section`].
+
+    Returns:
+        `ModelCard`: the same.
+    """
+    rest = re.sub(r"^## Results\n.*?(?=^## |\Z)", "", card.text, flags=re.DOTALL | re.MULTILINE)
+    card.text = f"{rest.rstrip()}\n\n{results_section(results)}"
+    card.data["metrics"] = ["bleu", "chrf"]
+    return card

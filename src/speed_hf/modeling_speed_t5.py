@@ -115,6 +115,7 @@ class SpeedT5Attention(nn.Module):
         self.k = nn.Linear(config.hidden_size, inner_dim, bias=False)
         self.v = nn.Linear(config.hidden_size, inner_dim, bias=False)
         self.o = nn.Linear(inner_dim, config.hidden_size, bias=False)
+        self.q.init_std = (config.hidden_size * config.head_dim) ** -0.5
         # T5X drops attention probabilities with one mask for all queries. That is the same as dropping values.
         self.dropout = SharedDropout(config.dropout_rate, shared_dim=-1)
 
@@ -148,6 +149,7 @@ class SpeedT5MLP(nn.Module):
         self.wi_0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.wi_1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.wi_0.init_truncated = self.wi_1.init_truncated = self.wo.init_truncated = True
         self.dropout = SharedDropout(config.dropout_rate)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -189,22 +191,21 @@ class SpeedT5PreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, SpeedT5Attention):
-            fan_in = module.config.hidden_size
-            init.normal_(module.q.weight, std=(fan_in * module.head_dim) ** -0.5)
-            init.normal_(module.k.weight, std=fan_in**-0.5)
-            init.normal_(module.v.weight, std=fan_in**-0.5)
-            init.normal_(module.o.weight, std=module.o.in_features**-0.5)
-        elif isinstance(module, SpeedT5MLP):
-            for linear in (module.wi_0, module.wi_1, module.wo):
+        # For code outside of transformers this is called only with modules that hold parameters themselves.
+        if isinstance(module, nn.Linear):
+            std = getattr(module, "init_std", module.in_features**-0.5)
+            if getattr(module, "init_truncated", False):
                 # Cut at two standard deviations, a normal keeps 0.8796 of its own; flax corrects for it.
-                std = linear.in_features**-0.5 / 0.87962566103423978
-                init.trunc_normal_(linear.weight, std=std, a=-2 * std, b=2 * std)
-        elif isinstance(module, SpeedT5Model):
-            init.normal_(module.embed_tokens.weight, std=1.0)
-            table = module.relative_attention_bias.weight
-            bound = math.sqrt(6 / sum(table.shape))
-            init.uniform_(table, -bound, bound)
+                std /= 0.87962566103423978
+                init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+            else:
+                init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Embedding):
+            bound = getattr(module, "init_bound", None)
+            if bound is None:
+                init.normal_(module.weight, std=1.0)
+            else:
+                init.uniform_(module.weight, -bound, bound)
 
 
 @auto_docstring
@@ -213,6 +214,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, config.num_attention_heads)
+        self.relative_attention_bias.init_bound = math.sqrt(6 / sum(self.relative_attention_bias.weight.shape))
         self.layers = nn.ModuleList(SpeedT5DecoderLayer(config, idx) for idx in range(config.num_unique_layers))
         self.norm = SpeedT5RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout = SharedDropout(config.dropout_rate)
@@ -338,7 +340,8 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
 def _bucket_array(num_buckets: int, max_distance: int, num_distances: int) -> array:
     exact = num_buckets // 2
     growth = (num_buckets - exact) / math.log(max_distance / exact)
-    far = (min(exact + int(math.log(d / exact) * growth), num_buckets - 1) for d in range(exact, num_distances))
+    # Where a bucket begins at a whole distance, its logarithm may come out a last digit too small.
+    far = (min(exact + int(math.log(d / exact) * growth + 1e-9), num_buckets - 1) for d in range(exact, num_distances))
     return array("q", (*range(exact), *far))
 
 

@@ -7,6 +7,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils import logging
 
+
 logger = logging.get_logger(__name__)
 
 
@@ -29,7 +30,9 @@ def generate_texts(
         `list[str]`, in the order of `sources`, on every process.
     """
     state = PartialState()
-    order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))[state.process_index :: state.num_processes]
+    order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))[
+        state.process_index :: state.num_processes
+    ]
     was_training = model.training
     model.eval()
     texts: list[tuple[int, str]] = []
@@ -53,10 +56,10 @@ def generate_texts(
 
 class TextScores:
     """
-    Scores of generated texts, 0 to 100: `bleu` and `chrf` for translation, `rouge1`, `rouge2` and `rougeL` for summarization.
+    Scores of generated texts, 0 to 100: `bleu` and `chrf` of translations, `rouge1`, `rouge2`, `rougeL` of summaries.
 
-    Uses the metrics of `evaluate` where they load, and the libraries behind them where they do not (offline); `backend`
-    says which.
+    Uses the metrics of `evaluate` where they load, and the libraries behind them where they do not (offline);
+    `backend` says which.
 
     Args:
         task (`str`): `"translation"` or `"summarization"`.

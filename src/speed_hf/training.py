@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch.optim import AdamW, Muon, Optimizer
+from huggingface_hub import ModelCard
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import nested_gather
 
-OPTIMIZERS = ("adamw", "muon", "adafactor_t5x")
+from .modeling_speed_t5 import SpeedT5ForCausalLM
+
+
+OPTIMIZERS = ("adamw", "adafactor_t5x")
 TIMED_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
@@ -24,15 +28,21 @@ class SpeedTrainingArguments(TrainingArguments):
     Arguments of [`SpeedTrainer`]: those of `TrainingArguments`, and
 
     Args:
-        optimizer (`str`): one of `"adamw"` (as set by `optim`), `"muon"` (see [`MuonAdamW`]) and `"adafactor_t5x"` (the
-            Adafactor of T5X; with `lr_scheduler_type="inverse_sqrt"` and `learning_rate=1.0` its pretraining schedule,
-            1 / sqrt(max(step, warmup_steps or 10,000)); with `"constant"` and 0.001 its fine-tuning).
-        max_train_minutes (`float`, *optional*): stop, and save, after this wall time. The learning rate then follows the
-            elapsed share of the time, and `warmup_steps` must be a share below 1.
+        optimizer (`str`): `"adamw"`, or `"adafactor_t5x"`, the Adafactor of T5X; with
+            `lr_scheduler_type="inverse_sqrt"` and `learning_rate=1.0` its pretraining schedule,
+            1 / sqrt(max(step, warmup_steps or 10,000)); with `"constant"` and 0.001 its fine-tuning.
+        embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under `"adamw"`. AdamW moves every
+            number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and less,
+            so it wants ten times theirs. Adafactor scales its steps by itself.
+        max_train_minutes (`float`, *optional*): stop, and save, after this wall time. The learning rate then follows
+            the elapsed share of the time, and `warmup_steps` must be a share below 1.
         compile_layers (`bool`): compile every unique layer by itself.
     """
 
     optimizer: str = field(default="adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
+    embedding_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak learning rate of the embedding table under adamw; about 10 times the other."}
+    )
     max_train_minutes: float | None = field(
         default=None,
         metadata={"help": "Stop and save after this wall time; the learning rate follows the elapsed share of it."},
@@ -42,18 +52,22 @@ class SpeedTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}: choose one.")
+            raise ValueError(
+                f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}: choose one."
+            )
         if self.label_smoothing_factor:
             raise ValueError(
-                f"`label_smoothing_factor` must be 0, got {self.label_smoothing_factor}: the Trainer's smoothing would "
-                "replace the loss over all exits, so leave it out."
+                f"`label_smoothing_factor` must be 0, got {self.label_smoothing_factor}: the Trainer's smoothing "
+                "would replace the loss over all exits, so leave it out."
             )
         if self.max_train_minutes is not None:
             self._check_time_budget()
 
     def _check_time_budget(self):
         if self.max_train_minutes <= 0:
-            raise ValueError(f"`max_train_minutes` must be above 0, got {self.max_train_minutes}: leave it out for no limit.")
+            raise ValueError(
+                f"`max_train_minutes` must be above 0, got {self.max_train_minutes}: leave it out for no limit."
+            )
         if self.lr_scheduler_type not in TIMED_SCHEDULES:
             raise ValueError(
                 f"`lr_scheduler_type` must be one of {', '.join(TIMED_SCHEDULES)} with `max_train_minutes`, got "
@@ -62,11 +76,13 @@ class SpeedTrainingArguments(TrainingArguments):
         shares = {"eval_steps": self.eval_steps, "save_steps": self.save_steps, "logging_steps": self.logging_steps}
         for name, value in shares.items():
             if value is not None and 0 < value < 1:
-                raise ValueError(f"`{name}` must be a number of steps with `max_train_minutes`, got {value}: set 1 or more.")
+                raise ValueError(
+                    f"`{name}` must be a number of steps with `max_train_minutes`, got {value}: set 1 or more."
+                )
         if self.warmup_steps >= 1:
             raise ValueError(
-                f"`warmup_steps` must be a share of the time, below 1, with `max_train_minutes`, got {self.warmup_steps}: "
-                "0.02 is a usual value."
+                f"`warmup_steps` must be a share of the time, below 1, with `max_train_minutes`, got "
+                f"{self.warmup_steps}: 0.02 is a usual value."
             )
         if self.max_steps <= 0:
             self.max_steps = 10**9  # time decides; the Trainer wants a number
@@ -100,7 +116,7 @@ class TimeBudget(TrainerCallback, ExportableState):
         self.started_at = time.monotonic()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        # Here, because the scheduler steps next. Rank 0's clock rules: ranks that disagree would stop at different steps.
+        # Here, because the scheduler steps next. Rank 0's clock rules: ranks must stop at the same step.
         seconds = torch.tensor(self.seconds_before + time.monotonic() - self.started_at, device=args.device)
         if args.world_size > 1:
             torch.distributed.broadcast(seconds, src=0)
@@ -133,83 +149,34 @@ def timed_rate(share: float, warmup: float, schedule: str) -> float:
     return 1 - decayed if schedule == "linear" else 1.0
 
 
-class MuonAdamW(Optimizer):
+def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> Optimizer:
     """
-    Muon for matrices and AdamW for everything else, as one optimizer with one learning rate.
-
-    Muon's updates are scaled to the size of AdamW's, so rates and weight decay carry over from AdamW.
+    The optimizer that `args.optimizer` names.
 
     Args:
-        matrices (`Iterable[torch.nn.Parameter]`): 2-D parameters inside the layers.
-        others (`Iterable[torch.nn.Parameter]`): embeddings, norms, relative bias.
-        lr (`float`): peak learning rate.
-        weight_decay (`float`): decoupled weight decay; parameters with one dimension have none.
-        betas (`tuple[float, float]`): of AdamW.
-        momentum (`float`): of Muon.
-
-    Source: Jordan et al. 2024 (Muon); Liu et al. 2025, arXiv 2502.16982, for the scale.
-    """
-
-    def __init__(
-        self,
-        matrices: Iterable[torch.nn.Parameter],
-        others: Iterable[torch.nn.Parameter],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        momentum: float = 0.95,
-    ):
-        others = list(others)
-        decayed, plain = [p for p in others if p.ndim > 1], [p for p in others if p.ndim == 1]
-        muon = Muon(
-            matrices, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
-        adamw = AdamW([{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}], lr, betas)
-        self.parts = [muon, adamw]
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self._share_state()
-
-    def _share_state(self):
-        """The parts work on this optimizer's groups and state, so that schedulers and checkpoints see one optimizer."""
-        first = 0
-        for part in self.parts:
-            part.state = self.state
-            part.param_groups = self.param_groups[first : first + len(part.param_groups)]
-            first += len(part.param_groups)
-
-    def load_state_dict(self, state_dict: dict):
-        super().load_state_dict(state_dict)
-        self._share_state()
-
-    def step(self, closure: Callable | None = None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-
-def build_optimizer(model: torch.nn.Module, args: SpeedTrainingArguments) -> Optimizer:
-    """
-    The optimizer that `args.optimizer` names, for `"muon"` and `"adafactor_t5x"`.
-
-    Args:
-        model ([`SpeedT5ForCausalLM`]): its layers must be `model.model.layers`.
+        model ([`SpeedT5ForCausalLM`]): what is trained.
         args ([`SpeedTrainingArguments`]): names and numbers.
 
     Returns:
         `torch.optim.Optimizer`
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if args.optimizer == "muon":
-        matrices = [p for p in model.model.layers.parameters() if p.requires_grad and p.ndim == 2]
-        ids = {id(p) for p in matrices}
-        others = [p for p in trainable if id(p) not in ids]
-        return MuonAdamW(matrices, others, args.learning_rate, args.weight_decay, (args.adam_beta1, args.adam_beta2))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if args.optimizer == "adamw":
+        table = model.get_input_embeddings().weight
+        groups = [
+            {"params": [p for p in parameters if p is table], "lr": args.embedding_learning_rate or args.learning_rate},
+            {"params": [p for p in parameters if p is not table and p.ndim > 1]},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
     return Adafactor(
-        trainable,
+        parameters,
         lr=args.learning_rate,
         scale_parameter=True,  # the Trainer's own "adafactor" turns this off, which is not T5X's optimizer
         relative_step=False,
@@ -226,8 +193,9 @@ class SpeedTrainer(Trainer):
     """
     `Trainer` for models with exits.
 
-    Logs `loss_exit_1` .. `loss_exit_G` beside `loss`, and the same for evaluations, where every loss is the mean over all
-    target tokens. Exact under gradient accumulation and on several processes.
+    Logs `loss_exit_1` .. `loss_exit_G` beside `loss`, and the same for evaluations, where every loss is the mean over
+    all target tokens. Exact under gradient accumulation and on several processes; there, an evaluation counts the rows
+    twice with which the Trainer fills up the last batch.
 
     Args:
         model ([`SpeedT5ForCausalLM`]).
@@ -237,16 +205,18 @@ class SpeedTrainer(Trainer):
         kwargs: as for `Trainer`.
 
     Attributes:
-        model_card (`ModelCard`, *optional*): what [`create_model_card`] writes, and `push_to_hub` pushes, as the README.
+        model_card (`ModelCard`, *optional*): what `create_model_card` writes, and `push_to_hub` pushes, as the README.
     """
 
     def __init__(self, model, args: SpeedTrainingArguments, text_metrics: Callable | None = None, **kwargs):
         if not isinstance(args, SpeedTrainingArguments):
-            raise TypeError(f"`args` must be SpeedTrainingArguments, got {type(args).__name__}: they take the same names.")
+            raise TypeError(
+                f"`args` must be SpeedTrainingArguments, got {type(args).__name__}: they take the same names."
+            )
         super().__init__(model, args, **kwargs)
         self.text_metrics = text_metrics
-        self.model_card = None
-        self.time_budget = None
+        self.model_card: ModelCard | None = None
+        self.time_budget: TimeBudget | None = None
         if args.max_train_minutes is not None:
             self.time_budget = TimeBudget(args.max_train_minutes)
             self.add_callback(self.time_budget)
@@ -257,7 +227,7 @@ class SpeedTrainer(Trainer):
         self._eval_losses = _ExitLosses()
 
     def create_optimizer(self, model=None):
-        if self.optimizer is None and self.args.optimizer != "adamw":
+        if self.optimizer is None:
             self.optimizer = build_optimizer(self.model if model is None else model, self.args)
         return super().create_optimizer(model)
 
@@ -335,4 +305,4 @@ class _ExitLosses:
         return (both[:-1] / both[-1]).tolist()
 
 
-__all__ = ["MuonAdamW", "SpeedTrainer", "SpeedTrainingArguments", "TimeBudget", "timed_rate"]
+__all__ = ["SpeedTrainer", "SpeedTrainingArguments", "TimeBudget", "timed_rate"]

@@ -1,0 +1,3 @@
+# Copyright 2026 The speed_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+__version__ = "0.1.0"
