@@ -60,6 +60,11 @@ def test_work_behind_a_flip_is_invalidated_and_restarts():
     assert (flip.group_pass, flip.column, flip.stops) == (3, 0, 2)
 
 
+def test_a_position_of_a_block_that_restarts_after_its_last_exit_is_invalidated():
+    cells = pipeline_cells(trace_of({0: 1, 1: 1}, {0: 2, 1: 2}, {1: 1}, {1: 2}), 1, 2)
+    assert drawn(cells) == {0: {1: "1", 2: "2!"}, 1: {1: "1-", 2: "2-", 3: "1", 4: "2"}}
+
+
 def test_a_position_that_vanishes_is_invalidated():
     cells = pipeline_cells(trace_of({0: 1}, {0: 2, 1: 1}), 1, 2)
     assert drawn(cells) == {0: {1: "1", 2: "2!"}, 1: {2: "1-"}}
@@ -108,8 +113,9 @@ def test_a_sequence_without_rows_is_refused():
         pipeline_cells(trace_of({0: 1}, {0: 2}), 1, 2, sequence=1)
 
 
-@pytest.mark.parametrize("num_new_tokens", [1, 12, 47])
-def test_the_picture_holds_every_exit_colour(num_new_tokens, tmp_path):
+@pytest.mark.parametrize(("num_new_tokens", "labelled"), [(1, 45), (12, 45), (12, 11)])
+def test_the_picture_holds_every_exit_colour(num_new_tokens, labelled, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "LABELLED_POSITIONS", labelled)
     path = tmp_path / "pipeline.png"
     stats = run(flipping_model(), random_ids(1, PROMPT_LENGTH), num_new_tokens).speed_stats
     texts = ["$x_{1$", "Größe", "</s>"] * 20  # a dollar must not start a formula

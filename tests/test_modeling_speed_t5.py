@@ -142,6 +142,7 @@ class TestLogitsEqualReference:
         model, ids = tiny_model(attention=attention), random_ids(2, 14)
         prefix = torch.zeros(2, 14, dtype=torch.bool)
         prefix[0, :9] = prefix[1, :4] = True
+        prefix[1, 1] = False  # sees and is seen causally
         expected = expected_exits(model, ids, prefix=prefix.numpy())
         for mask in (prefix, prefix.long(), prefix[:, :9]):  # columns left out are causal
             close(all_exits(model, ids, prefix_mask=mask), expected)
@@ -185,6 +186,14 @@ class TestLogitsEqualReference:
         mask = LEFT_PADDED.flip(1)
         expected = expected_exits(model, ids, attention_mask=mask.numpy())
         close(all_exits(model, ids, attention_mask=mask)[:, mask.bool()], expected[:, mask.bool()])
+
+    def test_gap_in_the_attention_mask_starts_no_new_sequence(self, attention):
+        model, ids = tiny_model(attention=attention), random_ids(1, 14)
+        mask = torch.ones(1, 14, dtype=torch.long)
+        mask[0, 5:7] = 0
+        expected = expected_exits(model, ids, attention_mask=mask.numpy())
+        actual = all_exits(model, ids, attention_mask=mask, position_ids=mask.cumsum(-1) - 1)
+        close(actual[:, mask.bool()], expected[:, mask.bool()])
 
     def test_packed(self, attention):
         model, ids = tiny_model(attention=attention), random_ids(2, 30)
@@ -518,7 +527,17 @@ def test_gradient_checkpointing_gives_equal_gradients(reentrant, attention, drop
     assert_equal_gradients(gradients(model, ids, **inputs), expected)
     assert runs["mlp"] == 2 * K * G  # once more in the backward pass
     assert expected["model.relative_attention_bias.weight"].any()
-    assert model(ids, use_cache=True, **inputs).cache is None
+    for cache in (None, DynamicCache(config=model.config)):  # a layer that is run again would write its keys twice
+        assert_equal_gradients(gradients(model, ids, cache=cache, use_cache=True, **inputs), expected)
+        assert model(ids, cache=cache, use_cache=True, **inputs).cache is None
+
+
+@pytest.mark.parametrize("speed", [True, False])
+def test_gradient_checkpointing_does_not_disturb_generation(speed):
+    model, prompt = tiny_model(), random_ids(1, 5)
+    expected = model.generate(prompt, max_new_tokens=12)
+    model.train().gradient_checkpointing_enable()
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, speed=speed), expected)
 
 
 # Inputs and outputs of `forward`.

@@ -54,3 +54,32 @@ def sizes(model):
 def random_ids(*shape, vocab_size=TINY_SIZES["vocab_size"], seed=0):
     """Ids without pad, start and end."""
     return torch.from_numpy(np.random.default_rng(seed).integers(2, vocab_size, shape))
+
+
+# How much a repetition changes the residual stream, and with it the predictions of the exits.
+GAINS = {"never": 0.0, "seldom": 0.2, "often": 2.0}
+
+
+def flipping_model(flips="often", dtype=torch.float64, seed=0, **changes):
+    """A random model whose exits agree always (its repetitions are the identity), mostly or seldom, and whose texts vary."""
+    model = tiny_model(torch.float64, seed, **{"vocab_size": 61, "num_repetitions": 4, **changes})
+    with torch.no_grad():
+        # With signs of its own, the tied head does not simply repeat the token that it reads.
+        model.model.norm.weight.normal_()
+        for layer in model.model.layers:
+            layer.self_attn.o.weight.mul_(GAINS[flips])
+            layer.mlp.wo.weight.mul_(GAINS[flips])
+    # End-of-sequence comes where a test asks for it, not by chance.
+    model.generation_config.eos_token_id = None
+    return model.to(dtype)
+
+
+def prompts(batch_size, length, vocab_size=61, seed=0, padded=False):
+    """Random prompts `(B, L)` and their attention mask; `padded`: row b starts with b % L pads."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, vocab_size, (batch_size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(batch_size):
+            mask[row, : (3 * row) % length] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}

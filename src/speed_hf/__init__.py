@@ -1,6 +1,6 @@
 # Copyright 2026 The speed_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cyclically shared decoders with early exits, decoded by a speculative pipeline: SPEED for Hugging Face Transformers."""
+"""SPEED for Hugging Face Transformers: cyclically shared decoders with early exits, decoded by a pipeline."""
 
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -18,7 +18,8 @@ AutoModel.register(SpeedT5Config, SpeedT5ForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(SpeedT5Config, SpeedT5ForCausalLM, exist_ok=True)
 SpeedT5Config.register_for_auto_class()
 SpeedT5ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-# The Trainer looks class names up here to know that labels are shifted inside, `transformers serve` on the package itself.
+# The Trainer looks class names up here to know that labels are shifted inside, `transformers serve` on the package
+# itself.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SpeedT5Config.model_type] = SpeedT5ForCausalLM.__name__
 transformers.SpeedT5ForCausalLM = SpeedT5ForCausalLM
 

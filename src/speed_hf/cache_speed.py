@@ -1,6 +1,6 @@
 # Copyright 2026 The speed_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of a cyclically shared decoder: one slot per (repetition, layer), ready for the pipeline and for `forward`."""
+"""Keys and values of a cyclically shared decoder, one slot per (repetition, layer), for pipeline and `forward`."""
 
 import torch
 from transformers import Cache
@@ -14,9 +14,10 @@ class SpeedCache(Cache):
     """
     Key-value memory of all repetitions.
 
-    Each unique layer has one tensor `(G, B, H, S, D)` for keys and one for values. The pipeline writes single positions of
-    any repetition and attends to `(G * B, H, S, D)` without gathering. For everybody else it is an ordinary `Cache` whose
-    layer `repetition * K + layer` is a view of that memory, so a returned cache can be continued by plain decoding too.
+    Each unique layer has one tensor `(G, B, H, S, D)` for keys and one for values. The pipeline writes single
+    positions of any repetition and attends to `(G * B, H, S, D)` without gathering. For everybody else it is an
+    ordinary `Cache` whose layer `repetition * K + layer` is a view of that memory, so a returned cache can be
+    continued by plain decoding too.
 
     Args:
         num_unique_layers (`int`): K.
@@ -27,7 +28,9 @@ class SpeedCache(Cache):
         self.num_repetitions = num_repetitions
         self.stores = [_Store(num_repetitions) for _ in range(num_unique_layers)]
         super().__init__(
-            layers=[SpeedCacheLayer(store, repetition) for repetition in range(num_repetitions) for store in self.stores]
+            layers=[
+                SpeedCacheLayer(store, repetition) for repetition in range(num_repetitions) for store in self.stores
+            ]
         )
 
     def write(self, layer_idx, repetitions, sequences, columns, key, value, num_sequences):
@@ -136,7 +139,9 @@ class SpeedCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove):
         if tokens_to_remove > 0:
-            raise ValueError(f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: -n removes the last n.")
+            raise ValueError(
+                f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: -n removes the last n."
+            )
         self.length = max(self.length + tokens_to_remove, 0)
 
     def reset(self):

@@ -8,13 +8,20 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 
+# Written into every config.json: all Auto classes find the code that travels with a checkpoint.
+AUTO_MAP = {
+    "AutoConfig": "configuration_speed_t5.SpeedT5Config",
+    "AutoModel": "modeling_speed_t5.SpeedT5ForCausalLM",
+    "AutoModelForCausalLM": "modeling_speed_t5.SpeedT5ForCausalLM",
+}
 EXIT_LOSS_SCHEMES = ("linear", "uniform", "final")
 
 
 @strict
 class SpeedT5Config(PreTrainedConfig):
     r"""
-    Configuration of a decoder-only T5 whose layers are shared cyclically. The defaults are the 2x6 model of T5-Base size.
+    Configuration of a decoder-only T5 whose layers are shared cyclically. The defaults are the 2x6 model of T5-Base
+    size.
 
     Args:
         vocab_size (`int`, defaults to 32128):
@@ -44,15 +51,16 @@ class SpeedT5Config(PreTrainedConfig):
         prefix_lm (`bool`, defaults to `False`):
             Whether the positions of a prompt attend to each other in both directions.
         exit_loss_weights (`str` or `list[float]`, defaults to `"linear"`):
-            Weights w_1 .. w_G of the loss sum_i w_i L_i: `"linear"` (i / sum(i)), `"uniform"` (1 / G), `"final"` (only exit
-            G), or G non-negative numbers, which are used as they are.
+            Weights w_1 .. w_G of the loss sum_i w_i L_i: `"linear"` (i / sum(i)), `"uniform"` (1 / G), `"final"` (only
+            exit G), or G non-negative numbers, which are used as they are.
         z_loss (`float`, defaults to 0.0):
             Factor of the penalty log(Z)^2 that keeps the logits' normaliser Z near 1 (T5X trains with 1e-4).
         max_position_embeddings (`int`, defaults to 1024):
             Longest prompt in tokens that `generate` takes. The relative positions themselves have no end.
 
     Raises:
-        ValueError: For sizes that are not positive or disagree, and for loss weights that do not fit the number of exits.
+        ValueError: For sizes that are not positive or disagree, and for loss weights that do not fit the number of
+        exits.
 
     Source: Raffel et al. 2020 (T5) as built by T5X's decoder-only example; Hooper et al. 2023 (SPEED) for the sharing.
     """
@@ -96,6 +104,7 @@ class SpeedT5Config(PreTrainedConfig):
         if self.num_hidden_layers is None:
             self.num_hidden_layers = self.num_unique_layers * self.num_repetitions
         super().__post_init__(**kwargs)
+        self.auto_map = dict(AUTO_MAP)
 
     def validate_architecture(self):
         """Called by `@strict` when a configuration is made and when it is saved."""
@@ -108,8 +117,8 @@ class SpeedT5Config(PreTrainedConfig):
             ids = ids if isinstance(ids, list) else [ids]
             if any(token_id is not None and not 0 <= token_id < self.vocab_size for token_id in ids):
                 raise ValueError(
-                    f"`{name}` must lie in [0, `vocab_size`={self.vocab_size}), got {getattr(self, name)}: take the id from "
-                    "the tokenizer, or raise `vocab_size`."
+                    f"`{name}` must lie in [0, `vocab_size`={self.vocab_size}), got {getattr(self, name)}: take "
+                    "the id from the tokenizer, or raise `vocab_size`."
                 )
 
     def _check_sizes(self):
@@ -124,7 +133,9 @@ class SpeedT5Config(PreTrainedConfig):
             "max_position_embeddings",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}: set it to a positive number.")
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {getattr(self, name)}: set it to a positive number."
+                )
         if self.num_hidden_layers != self.num_unique_layers * self.num_repetitions:
             raise ValueError(
                 f"`num_hidden_layers` must be `num_unique_layers` * `num_repetitions` = {self.num_unique_layers} * "
@@ -138,7 +149,7 @@ class SpeedT5Config(PreTrainedConfig):
         if self.relative_attention_max_distance <= self.relative_attention_num_buckets // 2:
             raise ValueError(
                 "`relative_attention_max_distance` must be larger than half of `relative_attention_num_buckets`="
-                f"{self.relative_attention_num_buckets}, got {self.relative_attention_max_distance}: T5 uses 128 with 32."
+                f"{self.relative_attention_num_buckets}, got {self.relative_attention_max_distance}: T5 has 128."
             )
 
     def _check_training_values(self):
@@ -169,13 +180,13 @@ class SpeedT5Config(PreTrainedConfig):
             return [0.0] * (num_exits - 1) + [1.0]
         if isinstance(scheme, str):
             raise ValueError(
-                f"`exit_loss_weights` must be one of {', '.join(EXIT_LOSS_SCHEMES)} or a list of numbers, got {scheme!r}: "
-                "choose one of these."
+                f"`exit_loss_weights` must be one of {', '.join(EXIT_LOSS_SCHEMES)} or a list of numbers, got "
+                f"{scheme!r}: choose one of these."
             )
         usable = all(math.isfinite(weight) and weight >= 0 for weight in scheme) and sum(scheme) > 0
         if len(scheme) != num_exits or not usable:
             raise ValueError(
-                f"`exit_loss_weights` must hold `num_repetitions`={num_exits} non-negative numbers that are not all 0, got "
+                f"`exit_loss_weights` must hold `num_repetitions`={num_exits} non-negative numbers, not all 0, got "
                 f"{scheme}: give one weight per exit."
             )
         return [float(weight) for weight in scheme]

@@ -33,8 +33,9 @@ class SpeedGenerateOutput(GenerateDecoderOnlyOutput):
             `num_rows` (`int`): positions computed over all passes, prompt included.
             `rows_per_pass` (`float`): their mean.
             `flips` (`dict[int, float]`): share of the committed predictions that changed at exit 2 .. G.
-            `trace` (`list[torch.LongTensor]` of shapes `(R, 4)`, only with `speed_trace=True`): the rows of each pass, as
-            sequence (0-based), column (0-based, prompt included), exit reached (1 .. G) and the token at that position.
+            `trace` (`list[torch.LongTensor]` of shapes `(R, 4)`, only with `speed_trace=True`): the rows of each pass,
+            as sequence (0-based), column (0-based, prompt included), exit reached (1 .. G) and the token at that
+            position.
     """
 
     speed_stats: dict | None = None
@@ -44,7 +45,8 @@ class SpeedGenerationMixin(GenerationMixin):
     """
     Generation with the option `speed=True`.
 
-    A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a config with
+    A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a
+    config with
     `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
 
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
@@ -76,35 +78,43 @@ class SpeedGenerationMixin(GenerationMixin):
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 raise ValueError(
-                    f"`{name}` must not be set with `speed=True`, where a pass mixes positions of several repetitions: "
+                    f"`{name}` must not be set with `speed=True`, where a pass mixes several repetitions: "
                     "set `speed=False`, or call `forward` on the finished sequences."
                 )
         if generation_config.guidance_scale not in (None, 1):
             raise ValueError(
-                "`guidance_scale` must not be set with `speed=True`, since its processor keeps a cache of its own that "
+                "`guidance_scale` must not be set with `speed=True`, since its processor keeps a cache that "
                 "invalidated tokens would spoil: set `speed=False`."
             )
         if generation_config.prefill_chunk_size is not None:
-            raise ValueError("`prefill_chunk_size` must not be set with `speed=True`: leave it out, or set `speed=False`.")
+            raise ValueError(
+                "`prefill_chunk_size` must not be set with `speed=True`: leave it out, or set `speed=False`."
+            )
         if generation_config.use_cache is False:
             raise ValueError("`use_cache` must not be False with `speed=True`: leave it out, or set `speed=False`.")
         if generation_mode_kwargs.get("synced_gpus"):
-            raise ValueError("`synced_gpus` must not be set with `speed=True`, as ranks need different numbers of passes.")
+            raise ValueError(
+                "`synced_gpus` must not be set with `speed=True`, as ranks need different numbers of passes."
+            )
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         length, longest = inputs.shape[1], self.config.max_position_embeddings
         if length == 0:
-            raise ValueError(f"`{name}` must hold at least one token per sequence, got none: pass tokenizer(text) as it is.")
+            raise ValueError(
+                f"`{name}` must hold at least one token per sequence, got none: pass tokenizer(text) as it is."
+            )
         if length > longest:
             raise ValueError(
-                f"`{name}` must hold at most `max_position_embeddings`={longest} tokens, got {length}: cut the prompt (for "
-                "example tokenizer(text, truncation=True)), or raise that value in the config."
+                f"`{name}` must hold at most `max_position_embeddings`={longest} tokens, got {length}: cut the prompt "
+                "(for example tokenizer(text, truncation=True)), or raise that value in the config."
             )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and not mask.any(1).all():
             row = int((~mask.bool().any(1)).nonzero()[0])
-            raise ValueError(f"`attention_mask` must mark at least one token per sequence, sequence {row} has none: drop it.")
+            raise ValueError(
+                f"`attention_mask` must mark at least one token per sequence, sequence {row} has none: drop it."
+            )
         return inputs, name, model_kwargs
 
     def _prepare_cache_for_generation(
@@ -115,13 +125,15 @@ class SpeedGenerationMixin(GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         if generation_config.cache_implementation is not None:
-            raise ValueError("`cache_implementation` must not be set with `speed=True`, which has its own cache: leave it out.")
+            raise ValueError(
+                "`cache_implementation` must not be set with `speed=True`, which has its own cache: leave it out."
+            )
         if model_kwargs.get("cache") is None:
             model_kwargs["cache"] = SpeedCache(self.config.num_unique_layers, self.config.num_repetitions)
         elif not isinstance(model_kwargs["cache"], SpeedCache):
             raise TypeError(
-                f"`cache` must come from `generate(speed=True)`, got {type(model_kwargs['cache']).__name__}: leave it out, or "
-                "set `speed=False`."
+                f"`cache` must come from `generate(speed=True)`, got {type(model_kwargs['cache']).__name__}: leave "
+                "it out, or set `speed=False`."
             )
 
     def _sample(
@@ -136,24 +148,37 @@ class SpeedGenerationMixin(GenerationMixin):
     ):
         if not generation_config.speed:
             return super()._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
             )
         if model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError("`inputs_embeds` must not be given with `speed=True`: pass `input_ids`, or set `speed=False`.")
-        run = _SpeedRun(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+            raise ValueError(
+                "`inputs_embeds` must not be given with `speed=True`: pass `input_ids`, or set `speed=False`."
+            )
+        run = _SpeedRun(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
         return run.decode()
 
 
 class _SpeedRun:
     """One call of `generate(speed=True)`: the loop over group passes and what it carries along."""
 
-    def __init__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs):
+    def __init__(
+        self, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+    ):
         self.model = model
         self.cache = model_kwargs["cache"]
         if self.cache.get_seq_length() >= input_ids.shape[1]:
             raise ValueError(
-                f"`input_ids` must hold the whole text with more tokens than the cache's {self.cache.get_seq_length()}, got "
-                f"{input_ids.shape[1]}: pass the returned sequences with the new tokens after them."
+                "`input_ids` must hold the whole text with more tokens than the cache's "
+                f"{self.cache.get_seq_length()}, got {input_ids.shape[1]}: pass the returned sequences with the new "
+                "tokens after them."
             )
         self.generation_config = generation_config
         max_length = stopping_criteria.max_length or generation_config.max_length
@@ -260,9 +285,9 @@ class _TokenChoice:
     """
     Predictions of a pass: processed scores, then argmax or sampling, exactly as plain decoding does it.
 
-    Sampling uses common random numbers: the noise of a position is drawn once, in plain decoding's order, and every exit of
-    that position meets the same noise. So early and final predictions agree where their distributions do, the text is the
-    one that plain decoding samples under the same seed, and verifying needs no rejection.
+    Sampling uses common random numbers: the noise of a position is drawn once, in plain decoding's order, and every
+    exit of that position meets the same noise. So early and final predictions agree where their distributions do, the
+    text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
     """
 
     def __init__(self, window, logits_processor, generation_config):
@@ -288,7 +313,7 @@ class _TokenChoice:
         return (probs / self._noise(sequences, columns, probs)).argmax(-1)
 
     def _process(self, sequences, columns, logits):
-        """Scores `(R, V)`. Each row meets the processors in a batch at its own place, with the prefix that it really has."""
+        """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""
         if not len(self.logits_processor):
             return logits
         scores = torch.empty_like(logits)
@@ -312,7 +337,7 @@ class _TokenChoice:
         return torch.stack([self.noise[step][row] for step, row in zip(steps.tolist(), sequences.tolist())])
 
     def rewind_generator(self, num_tokens):
-        """Leave the random generator where plain decoding leaves it: after one draw per token of the longest sequence."""
+        """Leave the random generator where plain decoding does: after one draw per token of the longest sequence."""
         if self.do_sample and 0 < num_tokens < len(self.generator_states):
             _set_generator_state(self.window.tokens.device, self.generator_states[num_tokens - 1])
 
@@ -362,10 +387,13 @@ class _StopCheck:
     def __init__(self, window, stopping_criteria):
         self.window = window
         self.max_length = window.last_column + 1
-        # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are called.
+        # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are
+        # called.
         self.eos = [criterion for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
         self.other = [
-            criterion for criterion in stopping_criteria if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
+            criterion
+            for criterion in stopping_criteria
+            if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.finished = torch.zeros_like(window.num_committed, dtype=torch.bool)

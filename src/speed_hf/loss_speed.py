@@ -35,14 +35,14 @@ def multi_exit_loss(
         z_loss (`float`, defaults to 0.0):
             Factor of log(Z)^2, added to each exit's loss.
         num_items_in_batch (`int` or `torch.Tensor` of shape `()`, *optional*):
-            What each sum is divided by, so that accumulated micro-batches add up to the loss of the whole batch. Default:
-            the labelled positions of this batch.
+            What each sum is divided by, so that accumulated micro-batches add up to the loss of the whole batch.
+            Default: the labelled positions of this batch.
         logit_scale (`float`, defaults to 1.0):
             Factor between the head's product and the logits.
 
     Returns:
-        `tuple(torch.Tensor, torch.Tensor)`: the loss of shape `()`, and the detached losses of the exits of shape `(G,)`,
-        both float32 (float64 for float64 states).
+        `tuple(torch.Tensor, torch.Tensor)`: the loss of shape `()`, and the detached losses of the exits of shape
+        `(G,)`, both float32 (float64 for float64 states).
 
     Source: Hooper et al. 2023, equation of the intermediate losses; the z-loss of T5X.
     """
@@ -63,8 +63,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
     """
     Head and cross-entropy of all exits in one function that computes its gradients in the forward pass.
 
-    The logits of a chunk of rows live only until their gradient is known, so memory does not grow with the number of exits
-    and no product is done twice. The price: no second derivative.
+    The logits of a chunk of rows live only until their gradient is known, so memory does not grow with the number of
+    exits and no product is done twice. The price: no second derivative.
     """
 
     @staticmethod

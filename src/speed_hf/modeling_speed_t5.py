@@ -28,7 +28,9 @@ from .rows_speed import WholeSequences
 
 
 if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
-    raise ImportError("SpeedT5 needs transformers>=5.24, where `forward` takes `cache`: run `pip install -U transformers`.")
+    raise ImportError(
+        "SpeedT5 needs transformers>=5.24, where `forward` takes `cache`: run `pip install -U transformers`."
+    )
 
 
 @auto_docstring
@@ -136,9 +138,9 @@ class SpeedT5Attention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
         outputs = []
-        for (query, key, value), mask in zip(rows.enter(query, key, value, self.layer_idx), attention_masks):
+        for (queries, keys, values), mask in zip(rows.enter(query, key, value, self.layer_idx), attention_masks):
             # No 1 / sqrt(head_dim): T5 has it in the initial queries.
-            output, probabilities = attention(self, query, key, self.dropout(value), mask, scaling=1.0, **kwargs)
+            output, probabilities = attention(self, queries, keys, self.dropout(values), mask, scaling=1.0, **kwargs)
             outputs.append(output)
         return self.o(rows.leave(outputs).reshape(*input_shape, -1)), probabilities
 
@@ -169,7 +171,8 @@ class SpeedT5DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rows, *attention_masks: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> torch.Tensor:
-        # The masks hold the learned bias. They come by position, since reentrant checkpointing differentiates only those.
+        # The masks hold the learned bias. They come by position, since reentrant checkpointing differentiates only
+        # those.
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), rows, *attention_masks, **kwargs)
         hidden_states = hidden_states + self.dropout(attended)
         return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
@@ -276,15 +279,15 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
     ) -> SpeedT5ModelOutput:
         r"""
         prefix_mask (`torch.Tensor` of shape `(B, P)`, *optional*):
-            True (or 1) at cache columns that attend to each other in both directions (prefix-LM); columns from P on are
-            causal. Default: none, purely causal.
+            True (or 1) at cache columns that attend to each other in both directions (prefix-LM); columns from P on
+            are causal. Default: none, purely causal.
         return_exit_states (`bool`, *optional*, defaults to `False`):
             Whether to return what the head reads at every exit.
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         hidden_states = self.embed(input_ids) if inputs_embeds is None else self.dropout(inputs_embeds)
-        if self.gradient_checkpointing and self.training:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             cache, use_cache = None, False  # a layer that is run again would write its keys twice
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -375,7 +378,7 @@ def refuse_float16(hidden_states: torch.Tensor):
 
 
 def packed_segments(position_ids: torch.LongTensor) -> torch.LongTensor:
-    """Positions `(B, L)` that restart at every packed sequence -> the number of the sequence at each position, from 0."""
+    """Positions `(B, L)` that restart at every packed sequence -> the 0-based number of each position's sequence."""
     restarts = position_ids.diff(dim=-1) != 1
     return nn.functional.pad(restarts, (1, 0)).long().cumsum(-1)
 
@@ -442,7 +445,8 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         return mask
 
     def _head(self, exit_states):
-        # Tied to embeddings of standard deviation 1, so the product needs scaling. Scaling its smaller side is cheaper.
+        # Tied to embeddings of standard deviation 1, so the product needs scaling. Scaling its smaller side is
+        # cheaper.
         return self.lm_head(exit_states * self._logit_scale)
 
     @property
@@ -471,7 +475,8 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         labels (`torch.LongTensor` of shape `(B, L)`, *optional*):
             Target ids aligned with `input_ids` (they are shifted inside); -100 where there is no loss.
         prefix_mask (`torch.Tensor` of shape `(B, P)`, *optional*):
-            True (or 1) at cache columns that attend to each other in both directions; columns from P on are causal. With
+            True (or 1) at cache columns that attend to each other in both directions; columns from P on are causal.
+            With
             `config.prefix_lm` it defaults, given `labels`, to the positions of each (packed) sequence before its first
             label, and in `generate` to the prompt.
         return_exit_logits (`bool`, *optional*, defaults to `False`):

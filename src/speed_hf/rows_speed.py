@@ -26,7 +26,7 @@ class WholeSequences:
         self.attention_masks = None  # one float tensor per block, made by the model once per pass
 
     def enter(self, query, key, value, layer_idx):
-        """Queries, keys and values `(B, L, H, D)` of one layer -> the attention inputs `(B, H, L or S, D)` per block."""
+        """Queries, keys, values `(B, L, H, D)` of one layer -> the attention inputs `(B, H, L or S, D)` per block."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, self.first_slot + layer_idx)
@@ -41,8 +41,8 @@ class RowsInFlight:
     """
     Single positions of several sequences, each in its own repetition: one group pass of the pipeline.
 
-    Hidden states are compact, `(R, hidden_size)`: one row per position that is really in flight, without padding. Only the
-    queries are spread out, because attention wants them beside the keys of their sequence and repetition.
+    Hidden states are compact, `(R, hidden_size)`: one row per position that is really in flight, without padding. Only
+    the queries are spread out, because attention wants them beside the keys of their sequence and repetition.
 
     Args:
         sequences (`torch.LongTensor` of shape `(R,)`): row of the batch, 0-based.
@@ -65,7 +65,7 @@ class RowsInFlight:
         self.blocks = [self._block(*member, seen, prefix) for member in self._members]
 
     def _spread_queries(self):
-        """Give every row a place in `(repetition, sequence, place)`: rows of one cell lie in columns next to each other."""
+        """Give every row a place in its (repetition, sequence), where the rows lie in neighbouring columns."""
         num_repetitions, num_cells = self.cache.num_repetitions, self.cache.num_repetitions * self.num_sequences
         cell = self.repetitions * self.num_sequences + self.sequences
         first_column = self.columns.new_full((num_cells,), self.num_keys)
@@ -73,15 +73,17 @@ class RowsInFlight:
         place = self.columns - first_column[cell]
         widths = place.new_zeros(num_repetitions).scatter_reduce_(0, self.repetitions, place + 1, "amax").tolist()
 
-        # The prompt is a block of many columns in one repetition; everything else is a column or a few per repetition. One
-        # attention call over both would give every repetition room for a whole prompt, so the prompt gets its own.
+        # The prompt is a block of many columns in one repetition; everything else is a column or a few per repetition.
+        # One attention call over both would give every repetition room for a whole prompt, so the prompt gets its own.
         widest = max(range(num_repetitions), key=widths.__getitem__)
         rest = max((width for repetition, width in enumerate(widths) if repetition != widest), default=0)
         if widths[widest] > 4 * max(rest, 1):
             apart = self.repetitions == widest
             self._members = [self._member(apart.nonzero().squeeze(1), widest, widest + 1, widths[widest], cell, place)]
             if rest:
-                self._members.append(self._member((~apart).nonzero().squeeze(1), 0, num_repetitions, rest, cell, place))
+                self._members.append(
+                    self._member((~apart).nonzero().squeeze(1), 0, num_repetitions, rest, cell, place)
+                )
         else:
             self._members = [self._member(slice(None), 0, num_repetitions, widths[widest], cell, place)]
 
@@ -103,7 +105,7 @@ class RowsInFlight:
         return positions, self.key_positions, visible[:, None]
 
     def enter(self, query, key, value, layer_idx):
-        """Queries, keys and values `(R, H, D)` of one layer -> `(N, H, W or S, D)` per block, after storing keys and values."""
+        """Queries, keys, values `(R, H, D)` of one layer, stored -> attention inputs `(N, H, W or S, D)` per block."""
         keys, values = self.cache.write(
             layer_idx, self.repetitions, self.sequences, self.columns, key, value, self.num_sequences
         )

@@ -4,7 +4,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,9 +31,10 @@ class SpeedTrainingArguments(TrainingArguments):
         optimizer (`str`): `"adamw"`, or `"adafactor_t5x"`, the Adafactor of T5X; with
             `lr_scheduler_type="inverse_sqrt"` and `learning_rate=1.0` its pretraining schedule,
             1 / sqrt(max(step, warmup_steps or 10,000)); with `"constant"` and 0.001 its fine-tuning.
-        embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under `"adamw"`. AdamW moves every
-            number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and less,
-            so it wants ten times theirs. Adafactor scales its steps by itself.
+        embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under `"adamw"`. AdamW moves
+        every
+            number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and
+            less, so it wants ten times theirs. Adafactor scales its steps by itself.
         max_train_minutes (`float`, *optional*): stop, and save, after this wall time. The learning rate then follows
             the elapsed share of the time, and `warmup_steps` must be a share below 1.
         compile_layers (`bool`): compile every unique layer by itself.
@@ -41,7 +42,8 @@ class SpeedTrainingArguments(TrainingArguments):
 
     optimizer: str = field(default="adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
     embedding_learning_rate: float | None = field(
-        default=None, metadata={"help": "Peak learning rate of the embedding table under adamw; about 10 times the other."}
+        default=None,
+        metadata={"help": "Peak learning rate of the embedding table under adamw; about 10 times the other."},
     )
     max_train_minutes: float | None = field(
         default=None,
@@ -164,7 +166,10 @@ def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> 
     if args.optimizer == "adamw":
         table = model.get_input_embeddings().weight
         groups = [
-            {"params": [p for p in parameters if p is table], "lr": args.embedding_learning_rate or args.learning_rate},
+            {
+                "params": [p for p in parameters if p is table],
+                "lr": args.embedding_learning_rate or args.learning_rate,
+            },
             {"params": [p for p in parameters if p is not table and p.ndim > 1]},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]

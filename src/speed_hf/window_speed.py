@@ -1,6 +1,6 @@
 # Copyright 2026 The speed_hf authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The window of positions in flight: which of them a pass advances, and what its predictions verify, invalidate and commit."""
+"""The window of positions in flight: which a pass advances, and what its predictions verify, invalidate and commit."""
 
 import torch
 
@@ -12,10 +12,10 @@ class Window:
     """
     Tokens and progress of every sequence, as tensors over (sequence, column). It knows nothing of the model.
 
-    Position c holds a token, predicts the token of column c + 1, and has `done[c]` repetitions behind it. Two things always
-    hold between passes: the token of column c + 1 is the newest prediction of position c, or a guess that no exit has judged
-    yet; and `done` never increases along a sequence. So a position only meets keys that its predecessors wrote for their
-    present tokens: here, invalidating a position means `done = 0` and nothing else.
+    Position c holds a token, predicts the token of column c + 1, and has `done[c]` repetitions behind it. Two things
+    always hold between passes: the token of column c + 1 is the newest prediction of position c, or a guess that no
+    exit has judged yet; and `done` never increases along a sequence. So a position only meets keys that its
+    predecessors wrote for their present tokens: here, invalidating a position means `done = 0` and nothing else.
 
     Args:
         prompt (`torch.LongTensor` of shape `(B, L)`): token ids, padding included.
@@ -50,7 +50,8 @@ class Window:
             self.done[:, : self.prompt_length - 1].masked_fill_(~seen[:, :-1], num_repetitions)
         self.changed = torch.zeros(batch_size, max_length, num_repetitions, dtype=torch.bool, device=prompt.device)
         self.num_committed = torch.full((batch_size,), self.prompt_length, device=prompt.device)
-        # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished sequences.
+        # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished
+        # sequences.
         self.end = self.num_committed.clone()
         self.columns = torch.arange(max_length, device=prompt.device)
         self.first, self.stop = num_cached, self.prompt_length  # everything in flight lies between these columns
@@ -60,8 +61,8 @@ class Window:
         The rows of the next pass.
 
         Returns:
-            `tuple(torch.LongTensor, torch.LongTensor, torch.LongTensor)` of shape `(R,)` each: sequence, column and the
-            repetitions behind each position, ordered by sequence and column.
+            `tuple(torch.LongTensor, torch.LongTensor, torch.LongTensor)` of shape `(R,)` each: sequence, column and
+            the repetitions behind each position, ordered by sequence and column.
         """
         span = slice(self.first, self.stop)
         end = self.end
@@ -87,7 +88,6 @@ class Window:
             sequences, columns (`torch.LongTensor` of shape `(R,)`): the rows of the pass that predict new tokens.
             predictions (`torch.LongTensor` of shape `(R,)`): the token each of them predicts for the column after it.
         """
-        span = slice(self.first, self.stop)
         following = slice(self.first + 1, self.stop + 1)
         old = self.tokens[:, following]
         new = old.clone()
