@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py --checkpoint $(CHECKPOINT)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow and not gpu" --durations=10
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu" --durations=10
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and not gpu"

@@ -43,7 +43,7 @@ def test_depth_is_derived_from_layers_and_repetitions(unique, repetitions):
 @pytest.mark.parametrize("name", SIZE_NAMES)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_that_are_not_positive_are_refused(name, value):
-    with pytest.raises(StrictDataclassError, match=f"`{name}` must be at least 1, got {value}"):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got {value}"):
         tiny_config(**{name: value})
 
 
@@ -85,7 +85,7 @@ def test_sizes_that_are_no_integers_are_refused(name, value):
     ],
 )
 def test_values_that_make_no_model_are_refused(changes, message):
-    with pytest.raises(StrictDataclassError, match=message):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
         tiny_config(**changes)
 
 
@@ -173,7 +173,7 @@ def test_json_and_dict_give_the_config_back():
 def test_spoilt_config_is_not_saved(tmp_path):
     config = tiny_config()
     config.num_repetitions = 4
-    with pytest.raises(StrictDataclassError, match=r"`num_hidden_layers` must be .* = 2 \* 4, got 6"):
+    with pytest.raises((ValueError, StrictDataclassError), match=r"`num_hidden_layers` must be .* = 2 \* 4, got 6"):
         config.save_pretrained(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_damaged_config_file_is_refused(tmp_path, damage, message):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | damage))
     for load in (SpeedT5Config.from_pretrained, AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(StrictDataclassError, match=message):
+        with pytest.raises((ValueError, StrictDataclassError), match=message):
             load(tmp_path)
 
 

@@ -16,7 +16,7 @@ EOS = 1
 
 
 class Script:
-    """Predictions as a function of (sequence's prefix, exit): the last exit decides, earlier ones differ now and then."""
+    """Predictions as a function of prefix and exit: the last exit decides, earlier ones differ now and then."""
 
     def __init__(self, seed, num_repetitions, vocab_size, flip_rate):
         self.seed, self.num_repetitions, self.vocab_size = seed, num_repetitions, vocab_size
@@ -51,7 +51,7 @@ class Script:
 
 
 def run(script, prompts, max_length, seen=None, eos=EOS, window_class=Window, **options):
-    """Decode `prompts` with the window; checks its invariants after every pass. Returns tokens and the number of passes."""
+    """Decode `prompts`, checking the invariants after every pass. Returns tokens, passes and the window."""
     eos_ids = None if eos is None else torch.tensor([eos])
     window = window_class(torch.tensor(prompts), max_length, script.num_repetitions, eos_ids, seen=seen, **options)
     running = torch.ones(len(prompts), dtype=torch.bool)

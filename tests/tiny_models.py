@@ -61,7 +61,7 @@ GAINS = {"never": 0.0, "seldom": 0.2, "often": 2.0}
 
 
 def flipping_model(flips="often", dtype=torch.float64, seed=0, **changes):
-    """A random model whose exits agree always (its repetitions are the identity), mostly or seldom, and whose texts vary."""
+    """A random model whose exits agree always (repetitions are the identity), mostly or seldom; its texts vary."""
     model = tiny_model(torch.float64, seed, **{"vocab_size": 61, "num_repetitions": 4, **changes})
     with torch.no_grad():
         # With signs of its own, the tied head does not simply repeat the token that it reads.

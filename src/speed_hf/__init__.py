@@ -21,6 +21,6 @@ SpeedT5ForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 # The Trainer looks class names up here to know that labels are shifted inside, `transformers serve` on the package
 # itself.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SpeedT5Config.model_type] = SpeedT5ForCausalLM.__name__
-transformers.SpeedT5ForCausalLM = SpeedT5ForCausalLM
+setattr(transformers, SpeedT5ForCausalLM.__name__, SpeedT5ForCausalLM)
 
 __all__ = ["SpeedGenerationMixin", "SpeedT5Config", "SpeedT5ForCausalLM", "SpeedT5Model", "__version__"]

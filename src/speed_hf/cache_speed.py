@@ -27,11 +27,10 @@ class SpeedCache(Cache):
     def __init__(self, num_unique_layers: int, num_repetitions: int):
         self.num_repetitions = num_repetitions
         self.stores = [_Store(num_repetitions) for _ in range(num_unique_layers)]
-        super().__init__(
-            layers=[
-                SpeedCacheLayer(store, repetition) for repetition in range(num_repetitions) for store in self.stores
-            ]
-        )
+        self.slots: list = [
+            SpeedCacheLayer(store, repetition) for repetition in range(num_repetitions) for store in self.stores
+        ]
+        super().__init__(layers=self.slots)
 
     def write(self, layer_idx, repetitions, sequences, columns, key, value, num_sequences):
         """
@@ -60,8 +59,8 @@ class SpeedCache(Cache):
 
     def set_length(self, num_columns: int):
         """Declare columns 0 .. num_columns - 1 valid in every slot, and everything after them absent."""
-        for layer in self.layers:
-            layer.length = num_columns
+        for slot in self.slots:
+            slot.length = num_columns
 
 
 class _Store:

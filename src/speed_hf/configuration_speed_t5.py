@@ -105,6 +105,8 @@ class SpeedT5Config(PreTrainedConfig):
             self.num_hidden_layers = self.num_unique_layers * self.num_repetitions
         super().__post_init__(**kwargs)
         self.auto_map = dict(AUTO_MAP)
+        # `@strict` checks again, but wraps what it finds; from here it is a plain ValueError.
+        self.validate_architecture()
 
     def validate_architecture(self):
         """Called by `@strict` when a configuration is made and when it is saved."""

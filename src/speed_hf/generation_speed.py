@@ -61,9 +61,9 @@ class SpeedGenerationMixin(GenerationMixin):
                 raise ValueError(f"`{name}` is no option of speed decoding: use one of {', '.join(SPEED_OPTIONS)}.")
             if not isinstance(value, bool):
                 raise TypeError(f"`{name}` must be True or False, got {value!r}: set it to one of them.")
+            if name == "speed" and generation_config.is_assistant:
+                value = False  # we draft for another model, which counts our forwards
             setattr(generation_config, name, value)
-        if generation_config.is_assistant:
-            generation_config.speed = False  # we draft for another model, which counts our forwards
         return generation_config, model_kwargs
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):

@@ -41,7 +41,7 @@ class SpeedT5ModelOutput(BaseModelOutputWithPast):
         What the head reads at each exit, after the final norm. Returned with `return_exit_states=True`.
     """
 
-    exit_states: tuple[torch.FloatTensor, ...] | None = None
+    exit_states: tuple[torch.Tensor, ...] | None = None
 
 
 @auto_docstring
@@ -58,8 +58,8 @@ class SpeedT5CausalLMOutput(CausalLMOutputWithPast):
         Scores of every exit. Returned with `return_exit_logits=True`.
     """
 
-    exit_losses: torch.FloatTensor | None = None
-    exit_logits: tuple[torch.FloatTensor, ...] | None = None
+    exit_losses: torch.Tensor | None = None
+    exit_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class SpeedT5RMSNorm(nn.Module):
@@ -151,7 +151,8 @@ class SpeedT5MLP(nn.Module):
         self.wi_0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.wi_1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.wi_0.init_truncated = self.wi_1.init_truncated = self.wo.init_truncated = True
+        for linear in (self.wi_0, self.wi_1, self.wo):
+            linear.init_truncated = True  # type: ignore[assignment]
         self.dropout = SharedDropout(config.dropout_rate)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -191,6 +192,29 @@ class SpeedT5PreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": SpeedT5DecoderLayer, "attentions": SpeedT5Attention}
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As of transformers, but a damaged or incomplete checkpoint is an error, not a warning."""
+        cure = "download or save the checkpoint again"
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":
+                raise
+            raise ValueError(
+                f"`{pretrained_model_name_or_path}` has a damaged weights file ({error}): {cure}."
+            ) from error
+        surplus = [key for key in info["unexpected_keys"] if "layers." in key]
+        for kind, keys in (("lacks", info["missing_keys"]), ("has more layers than its config:", surplus)):
+            if keys:
+                raise ValueError(
+                    f"`{pretrained_model_name_or_path}` {kind} {', '.join(sorted(keys)[:3])}"
+                    f"{', ...' if len(keys) > 3 else ''}: {cure}, or load it with the config it was saved with."
+                )
+        return (model, info) if output_loading_info else model
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -217,7 +241,8 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.relative_attention_bias = nn.Embedding(config.relative_attention_num_buckets, config.num_attention_heads)
-        self.relative_attention_bias.init_bound = math.sqrt(6 / sum(self.relative_attention_bias.weight.shape))
+        fans = config.relative_attention_num_buckets + config.num_attention_heads
+        self.relative_attention_bias.init_bound = math.sqrt(6 / fans)  # type: ignore[assignment]
         self.layers = nn.ModuleList(SpeedT5DecoderLayer(config, idx) for idx in range(config.num_unique_layers))
         self.norm = SpeedT5RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.dropout = SharedDropout(config.dropout_rate)
@@ -241,7 +266,8 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """
         if rows.attention_masks is None:
             refuse_float16(hidden_states)
-            rows.attention_masks = [self._attention_mask(*block, hidden_states.dtype) for block in rows.blocks]
+            dtype = hidden_states.dtype
+            rows.attention_masks = [self._attention_mask(*block, dtype=dtype) for block in rows.blocks]
         for layer in self.layers:
             hidden_states = layer(hidden_states, rows, *rows.attention_masks, **kwargs)
         return hidden_states
@@ -286,14 +312,14 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        hidden_states = self.embed(input_ids) if inputs_embeds is None else self.dropout(inputs_embeds)
+        hidden_states = self.dropout(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             cache, use_cache = None, False  # a layer that is run again would write its keys twice
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
         rows = self._whole_sequences(hidden_states, attention_mask, position_ids, prefix_mask, cache)
-        exit_states = ()
+        exit_states: tuple[torch.Tensor, ...] = ()
         for repetition in range(self._num_repetitions_to_run()):
             # Cache slot of (repetition, layer): repetition * K + layer, `config.num_hidden_layers` in all.
             rows.first_slot = repetition * len(self.layers)
@@ -323,6 +349,11 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         query_positions = torch.arange(num_queries, device=device) + num_past
         key_positions = torch.arange(num_keys, device=device)
         if attention_mask is not None and attention_mask.dim() == 4:
+            if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+                raise ValueError(
+                    "`attention_mask` with 4 dimensions must be bool (True: visible) or float (0: visible), got "
+                    f"{attention_mask.dtype}: convert it."
+                )
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             return WholeSequences(query_positions, key_positions, visible, cache)
 
@@ -348,7 +379,7 @@ def _bucket_array(num_buckets: int, max_distance: int, num_distances: int) -> ar
     return array("q", (*range(exact), *far))
 
 
-def relative_buckets(num_buckets: int, max_distance: int, num_distances: int) -> torch.LongTensor:
+def relative_buckets(num_buckets: int, max_distance: int, num_distances: int) -> torch.Tensor:
     """
     Bucket of every distance between a query and an earlier key.
 
@@ -377,13 +408,13 @@ def refuse_float16(hidden_states: torch.Tensor):
         raise ValueError("`dtype` must not be float16, where T5's feed-forward overflows: use bfloat16 or float32.")
 
 
-def packed_segments(position_ids: torch.LongTensor) -> torch.LongTensor:
+def packed_segments(position_ids: torch.Tensor) -> torch.Tensor:
     """Positions `(B, L)` that restart at every packed sequence -> the 0-based number of each position's sequence."""
     restarts = position_ids.diff(dim=-1) != 1
     return nn.functional.pad(restarts, (1, 0)).long().cumsum(-1)
 
 
-def prefix_before_labels(labels: torch.LongTensor, position_ids: torch.LongTensor | None = None) -> torch.Tensor:
+def prefix_before_labels(labels: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
     """
     The prefix that a batch of labels implies.
 
@@ -498,9 +529,10 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
             **kwargs,
         )
         loss = exit_losses = logits = exit_logits = None
+        exit_states = outputs.exit_states or ()
         if labels is not None:
             loss, exit_losses = multi_exit_loss(
-                outputs.exit_states,
+                exit_states,
                 self.lm_head.weight,
                 labels,
                 self.config.exit_weights(),
@@ -509,12 +541,10 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
                 logit_scale=self._logit_scale,
             )
         if return_exit_logits:
-            exit_logits = tuple(
-                self._head(slice_logits_to_keep(states, logits_to_keep)) for states in outputs.exit_states
-            )
+            exit_logits = tuple(self._head(slice_logits_to_keep(states, logits_to_keep)) for states in exit_states)
             logits = exit_logits[-1]
         elif labels is None or not self.training:
-            logits = self._head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            logits = self._head(slice_logits_to_keep(outputs[0], logits_to_keep))
         return SpeedT5CausalLMOutput(
             loss=loss,
             logits=logits,

@@ -165,7 +165,7 @@ def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if args.optimizer == "adamw":
         table = model.get_input_embeddings().weight
-        groups = [
+        groups: list[dict] = [
             {
                 "params": [p for p in parameters if p is table],
                 "lr": args.embedding_learning_rate or args.learning_rate,
