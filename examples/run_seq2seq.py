@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import AutoTokenizer, HfArgumentParser, set_seed
 from transformers.trainer_utils import SchedulerType, get_last_checkpoint
@@ -39,6 +40,9 @@ class ModelArguments:
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: that of `model_name_or_path`."})
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Checkpoint to continue from; left out, the model starts from scratch."}
+    )
+    save_dtype: str | None = field(
+        default=None, metadata={"help": "Type of the weights saved at the end: float32 or bfloat16."}
     )
     config_overrides: str | None = field(
         default=None, metadata={"help": "Configuration values, for example hidden_size=256,num_repetitions=4."}
@@ -96,6 +100,8 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Run
 
 def check_arguments(model_args: ModelArguments, data_args: DataArguments, args: RunArguments):
     """Everything that can be wrong before any file is read."""
+    if model_args.save_dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"`save_dtype` must be float32 or bfloat16, got {model_args.save_dtype!r}: choose one.")
     if not (model_args.tokenizer_name or model_args.model_name_or_path):
         raise ValueError("`tokenizer_name` must be given without `model_name_or_path`: train_tokenizer.py makes one.")
     if not (data_args.train_file or data_args.dataset_name):
@@ -281,6 +287,8 @@ def main(argv: list[str] | None = None):
                 if not name.endswith(("_runtime", "_per_second", "epoch"))
             }
     model.config.use_cache = True  # the Trainer turned it off for training
+    if model_args.save_dtype:
+        model.to(getattr(torch, model_args.save_dtype))
     trainer.save_model()
     trainer.save_state()
     write_card(

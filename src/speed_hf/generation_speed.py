@@ -222,8 +222,9 @@ class _SpeedRun:
         sequences, columns, repetitions = window.rows()
         hidden_states = self._states(sequences, columns, repetitions)
         self.cache.reserve(window.stop)
+        prefix = self.prefix if window.first < window.prompt_length else None  # later rows see all that is before them
         rows = RowsInFlight(
-            sequences, columns, repetitions, self.cache, len(window.tokens), seen=self.seen, prefix=self.prefix
+            sequences, columns, repetitions, self.cache, len(window.tokens), seen=self.seen, prefix=prefix
         )
         hidden_states = self.model.run_repetition(hidden_states, rows)
         self.states = hidden_states
