@@ -27,6 +27,9 @@ from .loss_speed import multi_exit_loss
 from .rows_speed import WholeSequences
 
 
+FEW_ROWS = 16  # up to here a product with the head is bound by reading it
+
+
 if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
     raise ImportError(
         "SpeedT5 needs transformers>=5.24, where `forward` takes `cache`: run `pip install -U transformers`."
@@ -476,9 +479,15 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         return mask
 
     def _head(self, exit_states):
-        # Tied to embeddings of standard deviation 1, so the product needs scaling. Scaling its smaller side is
-        # cheaper.
-        return self.lm_head(exit_states * self._logit_scale)
+        # Tied to embeddings of standard deviation 1, so the product needs scaling; its smaller side is cheaper.
+        states = exit_states * self._logit_scale
+        num_rows = states.numel() // states.shape[-1]
+        on_cpu = states.device.type == "cpu" and states.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if on_cpu and num_rows <= FEW_ROWS and type(self.lm_head) is nn.Linear:
+            # From 4 rows on, F.linear copies the whole head before it multiplies; as left factor it is only read.
+            logits = (self.lm_head.weight @ states.reshape(num_rows, -1).T).T.contiguous()
+            return logits.view(*states.shape[:-1], -1)
+        return self.lm_head(states)
 
     @property
     def _logit_scale(self):

@@ -125,6 +125,8 @@ class RowsInFlight:
 
     def leave(self, outputs):
         """Attention outputs `(N, W, H, D)` per block -> `(R, H, D)`."""
+        if len(outputs) == 1:
+            return outputs[0].flatten(0, 1)[self._members[0][3]]
         states = outputs[0].new_empty(len(self.columns), *outputs[0].shape[2:])
         for (rows, _, _, spread), output in zip(self._members, outputs):
             states[rows] = output.flatten(0, 1)[spread]

@@ -35,7 +35,8 @@ class SpeedTrainingArguments(TrainingArguments):
         every
             number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and
             less, so it wants ten times theirs. Adafactor scales its steps by itself.
-        position_bias_learning_rate (`float`, *optional*): the same for the relative position table. A head that looks at
+        position_bias_learning_rate (`float`, *optional*): the same for the relative position table. A head that looks
+        at
             the previous token needs a bias of about 5 there, which takes AdamW thousands of steps at the layers' rate;
             without such heads no model learns to copy or to align, so it wants fifty times that rate.
         max_train_minutes (`float`, *optional*): stop, and save, after this wall time. The learning rate then follows

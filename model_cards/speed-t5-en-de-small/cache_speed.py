@@ -1,0 +1,164 @@
+# Copyright 2026 The speed_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of a cyclically shared decoder, one slot per (repetition, layer), for pipeline and `forward`."""
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+
+COLUMNS_PER_STEP = 128  # granularity of the memory, so that it grows rarely
+
+
+class SpeedCache(Cache):
+    """
+    Key-value memory of all repetitions.
+
+    Each unique layer has one tensor `(G, B, H, S, D)` for keys and one for values. The pipeline writes single
+    positions of any repetition and attends to `(G * B, H, S, D)` without gathering. For everybody else it is an
+    ordinary `Cache` whose layer `repetition * K + layer` is a view of that memory, so a returned cache can be
+    continued by plain decoding too.
+
+    Args:
+        num_unique_layers (`int`): K.
+        num_repetitions (`int`): G.
+    """
+
+    def __init__(self, num_unique_layers: int, num_repetitions: int):
+        self.num_repetitions = num_repetitions
+        self.stores = [_Store(num_repetitions) for _ in range(num_unique_layers)]
+        self.slots: list = [
+            SpeedCacheLayer(store, repetition) for repetition in range(num_repetitions) for store in self.stores
+        ]
+        super().__init__(layers=self.slots)
+
+    def write(self, layer_idx, repetitions, sequences, columns, key, value, num_sequences):
+        """
+        Store the rows of one pass in place.
+
+        Args:
+            layer_idx (`int`): unique layer, 0-based.
+            repetitions, sequences, columns (`torch.LongTensor` of shape `(R,)`): where each row belongs, 0-based.
+            key, value (`torch.Tensor` of shape `(R, H, D)`): what to store.
+            num_sequences (`int`): B.
+
+        Returns:
+            `tuple(torch.Tensor, torch.Tensor)`: the whole memory of the layer, each `(G, B, H, S, D)`.
+        """
+        store = self.stores[layer_idx]
+        if store.keys is None:
+            store.allocate(num_sequences, key, value)
+        store.keys[repetitions, sequences, :, columns] = key
+        store.values[repetitions, sequences, :, columns] = value
+        return store.keys, store.values
+
+    def reserve(self, num_columns: int):
+        """Make room for columns 0 .. num_columns - 1 of every sequence."""
+        for store in self.stores:
+            store.reserve(num_columns)
+
+    def set_length(self, num_columns: int):
+        """Declare columns 0 .. num_columns - 1 valid in every slot, and everything after them absent."""
+        for slot in self.slots:
+            slot.length = num_columns
+
+
+class _Store:
+    """Keys and values `(G, B, H, S, D)` of one unique layer."""
+
+    def __init__(self, num_repetitions):
+        self.num_repetitions = num_repetitions
+        self.num_columns = 0
+        self.keys = self.values = None
+
+    def allocate(self, num_sequences, key, value):
+        # Zeros, not empty memory: masked entries still enter the attention as 0 * value, and NaN would survive that.
+        shape = (self.num_repetitions, num_sequences, key.shape[-2], self.num_columns)
+        self.keys = key.new_zeros(*shape, key.shape[-1])
+        self.values = value.new_zeros(*shape, value.shape[-1])
+
+    def reserve(self, num_columns):
+        if num_columns <= self.num_columns:
+            return
+        num_columns = -(-max(num_columns, 2 * self.num_columns) // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
+        more, self.num_columns = num_columns - self.num_columns, num_columns
+        if self.keys is not None:
+            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+
+    def change_batch(self, change):
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+
+class SpeedCacheLayer(CacheLayerMixin):
+    """One slot of a [`SpeedCache`] as transformers sees it: keys and values `(B, H, length, D)`."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, store: _Store, repetition: int):
+        self.store = store
+        self.repetition = repetition
+        self.length = 0  # valid columns
+
+    @property
+    def keys(self):
+        return None if self.store.keys is None else self.store.keys[self.repetition, :, :, : self.length]
+
+    @property
+    def values(self):
+        return None if self.store.values is None else self.store.values[self.repetition, :, :, : self.length]
+
+    @property
+    def is_initialized(self):
+        return self.store.keys is not None
+
+    def lazy_initialization(self, key_states, value_states):
+        self.store.reserve(key_states.shape[-2])
+        self.store.allocate(len(key_states), key_states.transpose(1, 2), value_states.transpose(1, 2))
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        self.store.reserve(self.length)
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length):
+        return self.length + query_length, 0
+
+    def get_seq_length(self):
+        return self.length
+
+    def get_max_length(self):
+        return -1
+
+    def crop(self, tokens_to_remove):
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}: -n removes the last n."
+            )
+        self.length = max(self.length + tokens_to_remove, 0)
+
+    def reset(self):
+        self.length = 0
+
+    def reorder_cache(self, beam_idx):
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats):
+        self._once_per_store(lambda memory: memory.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices):
+        self._once_per_store(lambda memory: memory[:, indices.to(memory.device)])
+
+    def _once_per_store(self, change):
+        # `Cache` calls this on every layer, and the repetitions of a layer share their memory.
+        if self.repetition == 0:
+            self.store.change_batch(change)
+
+
+__all__ = ["SpeedCache", "SpeedCacheLayer"]

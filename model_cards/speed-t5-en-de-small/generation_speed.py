@@ -1,0 +1,457 @@
+# Copyright 2026 The speed_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`generate(speed=True)`: pipelined speculative decoding for models whose layers are shared cyclically."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
+
+from .cache_speed import SpeedCache
+from .rows_speed import RowsInFlight
+from .window_speed import Window
+
+
+# Every option of pipelined decoding and its default. They live on the generation config, so they are saved with it.
+SPEED_OPTIONS = {
+    "speed": False,  # decode by the pipeline
+    "speed_prompt_overlap": True,  # start new tokens while the prompt is still in flight
+    "speed_trace": False,  # keep what every pass computed, for pictures and tests
+}
+
+
+@dataclass
+class SpeedGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    Output of `generate(speed=True, return_dict_in_generate=True)`: as of plain decoding, and what the pipeline did.
+
+    Args:
+        speed_stats (`dict`):
+            `num_group_passes` (`int`): uses of the K layers, prompt included; plain decoding needs G per token.
+            `num_new_tokens` (`list[int]`): committed tokens of each sequence.
+            `num_rows` (`int`): positions computed over all passes, prompt included.
+            `rows_per_pass` (`float`): their mean.
+            `flips` (`dict[int, float]`): share of the committed predictions that changed at exit 2 .. G.
+            `trace` (`list[torch.LongTensor]` of shapes `(R, 4)`, only with `speed_trace=True`): the rows of each pass,
+            as sequence (0-based), column (0-based, prompt included), exit reached (1 .. G) and the token at that
+            position.
+    """
+
+    speed_stats: dict | None = None
+
+
+class SpeedGenerationMixin(GenerationMixin):
+    """
+    Generation with the option `speed=True`.
+
+    A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a
+    config with
+    `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
+
+    Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
+    """
+
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs):
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name == "speed" or name.startswith("speed_")}
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        saved = {name: value for name, value in vars(generation_config).items() if name.startswith("speed")}
+        for name, value in {**SPEED_OPTIONS, **saved, **given}.items():
+            if name not in SPEED_OPTIONS:
+                raise ValueError(f"`{name}` is no option of speed decoding: use one of {', '.join(SPEED_OPTIONS)}.")
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {value!r}: set it to one of them.")
+            if name == "speed" and generation_config.is_assistant:
+                value = False  # we draft for another model, which counts our forwards
+            setattr(generation_config, name, value)
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        if not generation_config.speed:
+            return
+        if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"`speed=True` decodes greedily or by sampling, got {generation_mode.value}: leave out `num_beams`, "
+                "`assistant_model` and the like, or set `speed=False`."
+            )
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name):
+                raise ValueError(
+                    f"`{name}` must not be set with `speed=True`, where a pass mixes several repetitions: "
+                    "set `speed=False`, or call `forward` on the finished sequences."
+                )
+        if generation_config.guidance_scale not in (None, 1):
+            raise ValueError(
+                "`guidance_scale` must not be set with `speed=True`, since its processor keeps a cache that "
+                "invalidated tokens would spoil: set `speed=False`."
+            )
+        if generation_config.prefill_chunk_size is not None:
+            raise ValueError(
+                "`prefill_chunk_size` must not be set with `speed=True`: leave it out, or set `speed=False`."
+            )
+        if generation_config.use_cache is False:
+            raise ValueError("`use_cache` must not be False with `speed=True`: leave it out, or set `speed=False`.")
+        if generation_mode_kwargs.get("synced_gpus"):
+            raise ValueError(
+                "`synced_gpus` must not be set with `speed=True`, as ranks need different numbers of passes."
+            )
+
+    def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        length, longest = inputs.shape[1], self.config.max_position_embeddings
+        if length == 0:
+            raise ValueError(
+                f"`{name}` must hold at least one token per sequence, got none: pass tokenizer(text) as it is."
+            )
+        if length > longest:
+            raise ValueError(
+                f"`{name}` must hold at most `max_position_embeddings`={longest} tokens, got {length}: cut the prompt "
+                "(for example tokenizer(text, truncation=True)), or raise that value in the config."
+            )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and not mask.any(1).all():
+            row = int((~mask.bool().any(1)).nonzero()[0])
+            raise ValueError(
+                f"`attention_mask` must mark at least one token per sequence, sequence {row} has none: drop it."
+            )
+        return inputs, name, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        if not generation_config.speed:
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                "`cache_implementation` must not be set with `speed=True`, which has its own cache: leave it out."
+            )
+        if model_kwargs.get("cache") is None:
+            model_kwargs["cache"] = SpeedCache(self.config.num_unique_layers, self.config.num_repetitions)
+        elif not isinstance(model_kwargs["cache"], SpeedCache):
+            raise TypeError(
+                f"`cache` must come from `generate(speed=True)`, got {type(model_kwargs['cache']).__name__}: leave "
+                "it out, or set `speed=False`."
+            )
+
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        if not generation_config.speed:
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "`inputs_embeds` must not be given with `speed=True`: pass `input_ids`, or set `speed=False`."
+            )
+        run = _SpeedRun(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        )
+        return run.decode()
+
+
+class _SpeedRun:
+    """One call of `generate(speed=True)`: the loop over group passes and what it carries along."""
+
+    def __init__(
+        self, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+    ):
+        self.model = model
+        self.cache = model_kwargs["cache"]
+        if self.cache.get_seq_length() >= input_ids.shape[1]:
+            raise ValueError(
+                "`input_ids` must hold the whole text with more tokens than the cache's "
+                f"{self.cache.get_seq_length()}, got {input_ids.shape[1]}: pass the returned sequences with the new "
+                "tokens after them."
+            )
+        self.generation_config = generation_config
+        max_length = stopping_criteria.max_length or generation_config.max_length
+        seen = model_kwargs.get("attention_mask")
+        seen = None if seen is None or bool(seen.all()) else seen.bool()
+        self.window = Window(
+            input_ids,
+            max_length,
+            model.config.num_repetitions,
+            generation_config._eos_token_tensor,
+            seen=seen,
+            num_cached=self.cache.get_seq_length(),
+            overlap_prompt=generation_config.speed_prompt_overlap,
+        )
+        self.seen = None if seen is None else _pad_columns(seen, max_length, True)
+        prefix = model_kwargs.get("prefix_mask")
+        self.prefix = None if prefix is None else _pad_columns(prefix.bool(), max_length, False)
+        self.choose = _TokenChoice(self.window, logits_processor, generation_config)
+        self.stop = _StopCheck(self.window, stopping_criteria)
+        self.streamer = None
+        if streamer is not None:
+            self.streamer = _Streaming(self.window, streamer, self.stop, generation_config._pad_token_tensor)
+        self.states = None  # (R, hidden_size) of the last pass
+        self.state_index = torch.zeros_like(self.window.tokens)  # row of the last pass that holds a position's state
+        self.num_passes = self.num_rows = 0
+        self.trace = [] if generation_config.speed_trace else None
+
+    @torch.no_grad()
+    def decode(self):
+        while self.stop.in_flight.any():
+            self._group_pass()
+            if self.streamer is not None:
+                self.streamer.put_committed()
+        if self.streamer is not None:
+            self.streamer.end()
+        self.choose.rewind_generator(self.stop.length - self.window.prompt_length)
+        return self._output()
+
+    def _group_pass(self):
+        window = self.window
+        sequences, columns, repetitions = window.rows()
+        hidden_states = self._states(sequences, columns, repetitions)
+        self.cache.reserve(window.stop)
+        prefix = self.prefix if window.first < window.prompt_length else None  # later rows see all that is before them
+        rows = RowsInFlight(
+            sequences, columns, repetitions, self.cache, len(window.tokens), seen=self.seen, prefix=prefix
+        )
+        hidden_states = self.model.run_repetition(hidden_states, rows)
+        self.states = hidden_states
+        self.state_index[sequences, columns] = torch.arange(len(columns), device=columns.device)
+        window.advance(sequences, columns)
+        self.num_passes += 1
+        self.num_rows += len(columns)
+        if self.trace is not None:
+            tokens = window.tokens[sequences, columns]
+            self.trace.append(torch.stack([sequences, columns, repetitions + 1, tokens], dim=1).cpu())
+
+        predicting = columns >= window.prompt_length - 1
+        if not bool(predicting.all()):
+            sequences, columns, hidden_states = sequences[predicting], columns[predicting], hidden_states[predicting]
+        logits = self.model.exit_logits(hidden_states)
+        window.verify(sequences, columns, self.choose(sequences, columns, logits))
+        num_new = window.commit(self.stop.in_flight)
+        self.choose.keep_scores(sequences, columns, num_new)
+        self.stop.check(num_new)
+        window.leave(self.stop.in_flight)
+
+    def _states(self, sequences, columns, repetitions):
+        """Hidden states `(R, hidden_size)`: embeddings of positions that start, else what the last pass left."""
+        hidden_states = self.model.embed(self.window.tokens[sequences, columns])
+        if self.states is None:
+            return hidden_states
+        carried = self.states[self.state_index[sequences, columns].clamp(max=len(self.states) - 1)]
+        return torch.where((repetitions > 0)[:, None], carried, hidden_states)
+
+    def _output(self):
+        window, length = self.window, self.stop.length
+        sequences = window.tokens[:, :length]
+        after_end = window.columns[:length] >= self.stop.lengths[:, None]
+        if self.stop.pads_finished:
+            sequences = sequences.masked_fill(after_end, self.generation_config._pad_token_tensor)
+        self.cache.set_length(length - 1)  # as in plain decoding, the last token has no keys
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        scores, logits = self.choose.kept_scores(length)
+        stats = {
+            "num_group_passes": self.num_passes,
+            "num_new_tokens": (self.stop.lengths - window.prompt_length).tolist(),
+            "num_rows": self.num_rows,
+            "rows_per_pass": self.num_rows / self.num_passes,
+            "flips": window.flip_rates(),
+        }
+        if self.trace is not None:
+            stats["trace"] = self.trace
+        return SpeedGenerateOutput(
+            sequences=sequences, scores=scores, logits=logits, cache=self.cache, speed_stats=stats
+        )
+
+
+def _pad_columns(mask, num_columns, value):
+    return torch.nn.functional.pad(mask, (0, num_columns - mask.shape[1]), value=value)
+
+
+class _TokenChoice:
+    """
+    Predictions of a pass: processed scores, then argmax or sampling, exactly as plain decoding does it.
+
+    Sampling uses common random numbers: the noise of a position is drawn once, in plain decoding's order, and every
+    exit of that position meets the same noise. So early and final predictions agree where their distributions do, the
+    text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
+    """
+
+    def __init__(self, window, logits_processor, generation_config):
+        self.window = window
+        self.logits_processor = logits_processor
+        self.do_sample = generation_config.do_sample
+        self.noise = {}  # number of a new token from 0 -> (B, V) float32; only those that may still be asked for
+        self.generator_states = []  # of torch's default generator after each draw
+        returns_dict = generation_config.return_dict_in_generate
+        self.output_scores = returns_dict and generation_config.output_scores
+        self.output_logits = returns_dict and generation_config.output_logits
+        self.kept = {}  # column -> (scores, logits), each (B, V), of committed tokens
+        self.last = None
+
+    def __call__(self, sequences, columns, logits):
+        logits = logits.float()  # as plain decoding does, whatever the model's precision
+        scores = self._process(sequences, columns, logits)
+        if self.output_scores or self.output_logits:
+            self.last = scores, logits
+        if not self.do_sample:
+            return scores.argmax(-1)
+        probs = torch.nn.functional.softmax(scores, dim=-1)
+        return (probs / self._noise(sequences, columns, probs)).argmax(-1)
+
+    def _process(self, sequences, columns, logits):
+        """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""
+        if not len(self.logits_processor):
+            return logits
+        scores = torch.empty_like(logits)
+        for column in columns.unique().tolist():
+            at = columns == column
+            batch = logits.new_zeros(len(self.window.tokens), logits.shape[1])
+            batch[sequences[at]] = logits[at]
+            prefix = self.window.tokens[:, : column + 1].clamp(min=0)  # sequences that are not there yet hold NO_TOKEN
+            scores[at] = self.logits_processor(prefix, batch)[sequences[at]]
+        return scores
+
+    def _noise(self, sequences, columns, probs):
+        steps = columns - (self.window.prompt_length - 1)
+        for step in range(len(self.generator_states), int(steps.max()) + 1):
+            # What torch.multinomial draws for one sample per row.
+            self.noise[step] = probs.new_empty(len(self.window.tokens), probs.shape[1]).exponential_(1)
+            self.generator_states.append(_generator_state(probs.device))
+        oldest = self.window.first - (self.window.prompt_length - 1)
+        for step in [step for step in self.noise if step < oldest]:
+            del self.noise[step]
+        return torch.stack([self.noise[step][row] for step, row in zip(steps.tolist(), sequences.tolist())])
+
+    def rewind_generator(self, num_tokens):
+        """Leave the random generator where plain decoding does: after one draw per token of the longest sequence."""
+        if self.do_sample and 0 < num_tokens < len(self.generator_states):
+            _set_generator_state(self.window.tokens.device, self.generator_states[num_tokens - 1])
+
+    def keep_scores(self, sequences, columns, num_new):
+        """Remember the scores of the tokens that this pass committed."""
+        if self.last is None:
+            return
+        final = (columns < self.window.num_committed[sequences] - 1) & (
+            columns >= (self.window.num_committed - num_new)[sequences] - 1
+        )
+        for row in final.nonzero().squeeze(1).tolist():
+            column = int(columns[row])
+            if column not in self.kept:
+                self.kept[column] = tuple(kind.new_zeros(len(num_new), kind.shape[1]) for kind in self.last)
+            for kept, kind in zip(self.kept[column], self.last):
+                kept[sequences[row]] = kind[row]
+
+    def kept_scores(self, length):
+        """Tuples of `(B, V)` float32 per new token: processed scores and raw logits, `None` where not asked for."""
+        steps = range(self.window.prompt_length - 1, length - 1)
+        scores = tuple(self.kept[column][0] for column in steps) if self.output_scores else None
+        logits = tuple(self.kept[column][1] for column in steps) if self.output_logits else None
+        return scores, logits
+
+
+def _generator_state(device):
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_generator_state(device, state):
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+class _StopCheck:
+    """
+    Stop criteria after every committed token, on exactly the prefix that plain decoding would show them.
+
+    Attributes:
+        finished (`torch.Tensor` of shape `(B,)`): bool, sequences whose end is found.
+        lengths (`torch.LongTensor` of shape `(B,)`): columns of each sequence, up to its end where that is found.
+        pads_finished (`bool`): whether finished sequences are filled up with padding.
+    """
+
+    def __init__(self, window, stopping_criteria):
+        self.window = window
+        self.max_length = window.last_column + 1
+        # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are
+        # called.
+        self.eos = [criterion for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
+        self.other = [
+            criterion
+            for criterion in stopping_criteria
+            if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
+        ]
+        self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.finished = torch.zeros_like(window.num_committed, dtype=torch.bool)
+        self.lengths = window.num_committed.clone()
+        self.in_flight = ~self.finished
+
+    @property
+    def length(self):
+        """Columns of the longest sequence."""
+        return int(self.lengths.max())
+
+    def check(self, num_new):
+        """Look at the `num_new` youngest committed tokens `(B,)` one after the other; says who is still in flight."""
+        committed = self.window.num_committed
+        for step in range(int(num_new.max())):
+            lengths = torch.minimum(committed - num_new + step + 1, committed)
+            here = ~self.finished & (step < num_new)
+            self.lengths = torch.where(here, lengths, self.lengths)
+            self.finished = self.finished | (here & self._stops(lengths, here))
+        if self.pads_finished:
+            self.in_flight = ~self.finished
+        elif bool(self.finished.all()):
+            # Without an end-of-sequence token plain decoding lets every sequence go on until the last one stops.
+            self.lengths = torch.full_like(self.lengths, self.length)
+            self.in_flight = committed < self.lengths
+
+    def _stops(self, lengths, here):
+        stops = lengths >= self.max_length
+        token = self.window.tokens.gather(1, (lengths - 1)[:, None])
+        for criterion in self.eos:
+            stops = stops | criterion(token, None)
+        for criterion in self.other:
+            for row in here.nonzero().squeeze(1).tolist():
+                stops[row] |= bool(criterion(self.window.tokens[row : row + 1, : lengths[row]], None))
+        return stops
+
+
+class _Streaming:
+    """Hands a streamer the committed tokens of all sequences, one step at a time, in order and once."""
+
+    def __init__(self, window, streamer, stop, pad_token_id):
+        self.window, self.streamer, self.stop, self.pad_token_id = window, streamer, stop, pad_token_id
+        self.num_streamed = window.prompt_length
+
+    def put_committed(self):
+        """Stream the steps that every sequence has reached or needs no more."""
+        stop = self.stop
+        reached = torch.where(stop.in_flight, self.window.num_committed, stop.length).min()
+        for column in range(self.num_streamed, min(int(reached), stop.length)):
+            tokens = self.window.tokens[:, column]
+            if stop.pads_finished:
+                tokens = torch.where(column < stop.lengths, tokens, self.pad_token_id)
+            self.streamer.put(tokens.cpu())
+            self.num_streamed += 1
+
+    def end(self):
+        self.streamer.end()
+
+
+__all__ = ["SPEED_OPTIONS", "SpeedGenerateOutput", "SpeedGenerationMixin"]
