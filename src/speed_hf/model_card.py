@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README of a checkpoint, made from facts."""
 
+import json
 import re
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -24,9 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-inputs = tokenizer({example!r}, return_tensors="pt")
+inputs = tokenizer({example}, return_tensors="pt")
 output = model.generate(**inputs, speed=True, max_new_tokens=128)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 """
 
@@ -87,7 +88,7 @@ def build_model_card(
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         unique=config.num_unique_layers,
         repetitions=config.num_repetitions,
-        example=example,
+        example=json.dumps(example, ensure_ascii=False),
     )
     text += (
         "\n## Training\n\nData: "
