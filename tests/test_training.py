@@ -301,7 +301,7 @@ def test_model_card_is_this_text():
     for line in (
         "# me/model",
         'model = AutoModelForCausalLM.from_pretrained("me/model", trust_remote_code=True)',
-        "inputs = tokenizer('Good morning.', return_tensors=\"pt\")",
+        'inputs = tokenizer("Good morning.", return_tensors="pt")',
         "Data: pairs.",
         "| learning rate | 0.001 |",
         "| test | bleu | 20.81 |",
