@@ -634,7 +634,9 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def transformers_log(monkeypatch, caplog):
+    # Other tests of this process may have silenced the library, as the demo does.
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")
     return caplog
 
 
