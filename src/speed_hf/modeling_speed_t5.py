@@ -315,7 +315,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        hidden_states = self.dropout(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+        hidden_states = self.dropout(inputs_embeds) if input_ids is None else self.embed(input_ids)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             cache, use_cache = None, False  # a layer that is run again would write its keys twice
         if use_cache and cache is None:
