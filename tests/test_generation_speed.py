@@ -5,6 +5,7 @@
 import copy
 import time
 
+import numpy as np
 import pytest
 import torch
 from reference import oracle_passes
@@ -397,7 +398,7 @@ def test_float32_differs_at_near_ties_only():
 
 class DoesNotInvalidate(Window):
     def verify(self, sequences, columns, predictions):
-        done = self.done.clone()
+        done = self.done.copy()
         super().verify(sequences, columns, predictions)
         self.done[:] = done
 
@@ -424,9 +425,9 @@ def test_a_cache_with_one_entry_too_many_is_caught(monkeypatch):
 def test_a_restart_at_the_wrong_position_is_caught(monkeypatch):
     class RestartsOneOff(Window):
         def verify(self, sequences, columns, predictions):
-            done = self.done.clone()
+            done = self.done.copy()
             super().verify(sequences, columns, predictions)
-            restarted = ((self.done == 0) & (done > 0)).nonzero()
+            restarted = np.argwhere((self.done == 0) & (done > 0))
             if len(restarted):
                 row, column = restarted[0].tolist()
                 self.done[row, column] = done[row, column]

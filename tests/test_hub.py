@@ -61,6 +61,7 @@ def test_a_checkpoint_holds_its_code(checkpoint):
         "configuration_speed_t5",
         "modeling_speed_t5",
         "loss_speed",
+        "packed_speed",
         "cache_speed",
         "rows_speed",
         "window_speed",

@@ -4,8 +4,8 @@
 
 import hashlib
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,9 +52,9 @@ class Script:
 
 def run(script, prompts, max_length, seen=None, eos=EOS, window_class=Window, **options):
     """Decode `prompts`, checking the invariants after every pass. Returns tokens, passes and the window."""
-    eos_ids = None if eos is None else torch.tensor([eos])
-    window = window_class(torch.tensor(prompts), max_length, script.num_repetitions, eos_ids, seen=seen, **options)
-    running = torch.ones(len(prompts), dtype=torch.bool)
+    eos_ids = None if eos is None else np.array([eos])
+    window = window_class(np.array(prompts), max_length, script.num_repetitions, eos_ids, seen=seen, **options)
+    running = np.ones(len(prompts), dtype=bool)
     written = {}  # (sequence, column, repetition) -> the prefix that its keys and values were computed from
     num_passes = 0
     while running.any():
@@ -76,9 +76,9 @@ def run(script, prompts, max_length, seen=None, eos=EOS, window_class=Window, **
             script.predict(tuple(window.tokens[b, : c + 1].tolist()), e)
             for b, c, e in zip(sequences.tolist(), columns.tolist(), exits.tolist(), strict=True)
         ]
-        window.verify(sequences, columns, torch.tensor(predictions))
+        window.verify(sequences, columns, np.array(predictions, dtype=np.int64))
         window.commit(running)
-        last = window.tokens.gather(1, window.num_committed[:, None] - 1).squeeze(1)
+        last = window.tokens[np.arange(len(prompts)), window.num_committed - 1]
         grown = window.num_committed > window.prompt_length
         running = running & ~(grown & ((last == eos) | (window.num_committed == max_length)))
         window.leave(running)
@@ -89,10 +89,10 @@ def run(script, prompts, max_length, seen=None, eos=EOS, window_class=Window, **
 
 
 def check_invariants(window, running):
-    for b in running.nonzero().squeeze(1).tolist():
+    for b in running.nonzero()[0].tolist():
         done = window.done[b, : int(window.end[b])]
         computed = done[window.prompt_length - 1 :]
-        assert (computed.diff() <= 0).all(), "`done` must not increase along a sequence"
+        assert (np.diff(computed) <= 0).all(), "`done` must not increase along a sequence"
         assert (window.tokens[b, : int(window.num_committed[b])] != NO_TOKEN).all()
 
 
@@ -127,7 +127,7 @@ def test_window_decodes_what_plain_decoding_decodes(script, batch_size, prompt_l
 @given(scripts, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 20))
 def test_padding_on_the_left_is_never_computed(script, paddings, num_new):
     prompts = [[0] * padding + [5] * (4 - padding) for padding in paddings]
-    seen = torch.tensor([[column >= padding for column in range(4)] for padding in paddings])
+    seen = np.array([[column >= padding for column in range(4)] for padding in paddings])
     tokens, _, _ = run(script, prompts, 4 + num_new, seen=seen)
     assert tokens == [script.decode(prompt, 4 + num_new) for prompt in prompts]
 
@@ -172,20 +172,20 @@ class KeepsInvalidated(Window):
     """Mutant: a flip replaces the token and leaves the younger positions as they are."""
 
     def verify(self, sequences, columns, predictions):
-        done, tokens = self.done.clone(), self.tokens.clone()
+        done, tokens = self.done.copy(), self.tokens.copy()
         super().verify(sequences, columns, predictions)
-        self.done[:] = torch.where((tokens != NO_TOKEN) & (done > 0), done, self.done)
+        self.done[:] = np.where((tokens != NO_TOKEN) & (done > 0), done, self.done)
 
 
 class RestartsOneTooLate(Window):
     """Mutant: after a flip the replaced token's position keeps its progress, only those behind it restart."""
 
     def verify(self, sequences, columns, predictions):
-        done = self.done.clone()
+        done = self.done.copy()
         super().verify(sequences, columns, predictions)
         restarted = (self.done == 0) & (done > 0)
-        first = restarted.int().argmax(1)
-        rows = restarted.any(1).nonzero().squeeze(1)
+        first = restarted.argmax(1)
+        rows = restarted.any(1).nonzero()[0]
         self.done[rows, first[rows]] = done[rows, first[rows]]
 
 

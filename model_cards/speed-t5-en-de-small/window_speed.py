@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The window of positions in flight: which a pass advances, and what its predictions verify, invalidate and commit."""
 
-import torch
+import numpy as np
 
 
 NO_TOKEN = -1  # what stands after the youngest token of a sequence; no prediction equals it
@@ -10,27 +10,30 @@ NO_TOKEN = -1  # what stands after the youngest token of a sequence; no predicti
 
 class Window:
     """
-    Tokens and progress of every sequence, as tensors over (sequence, column). It knows nothing of the model.
+    Tokens and progress of every sequence, as arrays over (sequence, column). It knows nothing of the model.
 
     Position c holds a token, predicts the token of column c + 1, and has `done[c]` repetitions behind it. Two things
     always hold between passes: the token of column c + 1 is the newest prediction of position c, or a guess that no
     exit has judged yet; and `done` never increases along a sequence. So a position only meets keys that its
     predecessors wrote for their present tokens: here, invalidating a position means `done = 0` and nothing else.
 
+    The arrays are NumPy's and live beside the processor, because a pass must be decided before it can be computed: a
+    dozen numbers, for which an operation of NumPy takes a fifth of the time of one of torch.
+
     Args:
-        prompt (`torch.LongTensor` of shape `(B, L)`): token ids, padding included.
+        prompt (`np.ndarray` of shape `(B, L)`): token ids, padding included.
         max_length (`int`): columns of the longest possible sequence, prompt included.
         num_repetitions (`int`): G.
-        eos_token_ids (`torch.LongTensor` of shape `(E,)`, *optional*): ids that end a sequence.
-        seen (`torch.Tensor` of shape `(B, L)`, *optional*): bool, False at padding, which is never computed.
+        eos_token_ids (`np.ndarray` of shape `(E,)`, *optional*): ids that end a sequence.
+        seen (`np.ndarray` of shape `(B, L)`, *optional*): bool, False at padding, which is never computed.
         num_cached (`int`, defaults to 0): columns whose keys and values exist in all repetitions.
         overlap_prompt (`bool`, defaults to `True`): start new positions while the prompt is still in flight.
 
     Attributes:
-        tokens (`torch.LongTensor` of shape `(B, max_length)`): given, committed and guessed tokens, then `NO_TOKEN`.
-        done (`torch.LongTensor` of shape `(B, max_length)`): repetitions behind each position, 0 .. G.
-        num_committed (`torch.LongTensor` of shape `(B,)`): leading columns whose token is final, prompt included.
-        changed (`torch.Tensor` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
+        tokens (`np.ndarray` of shape `(B, max_length)`, int64): given, committed and guessed tokens, then `NO_TOKEN`.
+        done (`np.ndarray` of shape `(B, max_length)`, int64): repetitions behind each position, 0 .. G.
+        num_committed (`np.ndarray` of shape `(B,)`, int64): leading columns whose token is final, prompt included.
+        changed (`np.ndarray` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
     """
 
     def __init__(
@@ -41,19 +44,19 @@ class Window:
         self.eos_token_ids = eos_token_ids
         self.overlap_prompt = overlap_prompt
         self.last_column = max_length - 1  # its token may be predicted, but nothing follows it, so it is never started
-        self.tokens = prompt.new_full((batch_size, max_length), NO_TOKEN)
+        self.tokens = np.full((batch_size, max_length), NO_TOKEN, dtype=np.int64)
         self.tokens[:, : self.prompt_length] = prompt
-        self.done = torch.zeros_like(self.tokens)
+        self.done = np.zeros_like(self.tokens)
         self.done[:, :num_cached] = num_repetitions
         if seen is not None:
             # The last prompt position predicts the first new token, so it is computed even where it counts as padding.
-            self.done[:, : self.prompt_length - 1].masked_fill_(~seen[:, :-1], num_repetitions)
-        self.changed = torch.zeros(batch_size, max_length, num_repetitions, dtype=torch.bool, device=prompt.device)
-        self.num_committed = torch.full((batch_size,), self.prompt_length, device=prompt.device)
+            self.done[:, : self.prompt_length - 1][~seen[:, :-1]] = num_repetitions
+        self.changed = np.zeros((batch_size, max_length, num_repetitions), dtype=bool)
+        self.num_committed = np.full(batch_size, self.prompt_length)
         # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished
         # sequences.
-        self.end = self.num_committed.clone()
-        self.columns = torch.arange(max_length, device=prompt.device)
+        self.end = self.num_committed.copy()
+        self.columns = np.arange(max_length)
         self.first, self.stop = num_cached, self.prompt_length  # everything in flight lies between these columns
 
     def rows(self):
@@ -61,17 +64,18 @@ class Window:
         The rows of the next pass.
 
         Returns:
-            `tuple(torch.LongTensor, torch.LongTensor, torch.LongTensor)` of shape `(R,)` each: sequence, column and
-            the repetitions behind each position, ordered by sequence and column.
+            `tuple(np.ndarray, np.ndarray, np.ndarray)` of shape `(R,)` each: sequence, column and the repetitions
+            behind each position, ordered by repetitions, sequence and column.
         """
         span = slice(self.first, self.stop)
         end = self.end
         if not self.overlap_prompt:
-            end = torch.where(self.num_committed > self.prompt_length, end, end.clamp(max=self.prompt_length))
+            end = np.where(self.num_committed > self.prompt_length, end, np.minimum(end, self.prompt_length))
         done = self.done[:, span]
-        in_flight = (done < self.num_repetitions) & (self.columns[span] < end[:, None])
-        sequences, columns = in_flight.nonzero(as_tuple=True)
-        return sequences, columns + self.first, done[sequences, columns]
+        sequences, places = ((done < self.num_repetitions) & (self.columns[span] < end[:, None])).nonzero()
+        repetitions = done[sequences, places]
+        order = repetitions.argsort(kind="stable")
+        return sequences[order], places[order] + self.first, repetitions[order]
 
     def advance(self, sequences, columns):
         """Count one more repetition for the rows of a pass."""
@@ -85,55 +89,58 @@ class Window:
         invalidates all younger positions, or simply the next token where there was none yet.
 
         Args:
-            sequences, columns (`torch.LongTensor` of shape `(R,)`): the rows of the pass that predict new tokens.
-            predictions (`torch.LongTensor` of shape `(R,)`): the token each of them predicts for the column after it.
+            sequences, columns (`np.ndarray` of shape `(R,)`): the rows of the pass that predict new tokens.
+            predictions (`np.ndarray` of shape `(R,)`): the token each of them predicts for the column after it.
         """
         following = slice(self.first + 1, self.stop + 1)
         old = self.tokens[:, following]
-        new = old.clone()
-        new[sequences, columns - self.first] = predictions
+        new = old.copy()
+        places = columns - self.first
+        new[sequences, places] = predictions
         differs = new != old
         exits = self.done[sequences, columns]
-        self.changed[sequences, columns, exits - 1] = differs[sequences, columns - self.first] & (exits > 1)
+        self.changed[sequences, columns, exits - 1] = differs[sequences, places] & (exits > 1)
 
-        width = old.shape[1]
-        index = self.columns[:width]
-        any_differs, first_difference = differs.max(dim=1)
-        at = torch.where(any_differs, first_difference, width)[:, None]
-        self.tokens[:, following] = torch.where(index < at, old, torch.where(index == at, new, NO_TOKEN))
-        self.done[:, following] *= index < at
-        token = new.gather(1, at.clamp(max=width - 1)).squeeze(1)
-        column = at.squeeze(1) + self.first + 1  # of the replaced or added token
+        first_difference = differs.argmax(1)
+        every = np.arange(len(old))
+        any_differs = differs[every, first_difference]
+        token = new[every, first_difference]  # replaced or added
+        keep_until = np.where(any_differs, first_difference, old.shape[1])[:, None]
+        index = self.columns[: old.shape[1]]
+        self.done[:, following] *= index < keep_until
+        old[index >= keep_until] = NO_TOKEN
+        old[every[any_differs], first_difference[any_differs]] = token[any_differs]
+        column = first_difference + (self.first + 1)
         startable = (column < self.last_column) & ~self._ends(token)
-        self.end = torch.where(any_differs, column + startable, self.end)
+        self.end = np.where(any_differs, column + startable, self.end)
         self.stop = max(int(self.end.max()), self.first + 1)
 
     def _ends(self, tokens):
         if self.eos_token_ids is None:
-            return torch.zeros_like(tokens, dtype=torch.bool)
-        return (tokens[..., None] == self.eos_token_ids).any(-1)
+            return np.zeros_like(tokens, dtype=bool)
+        return (tokens[:, None] == self.eos_token_ids).any(1)
 
     def commit(self, running):
         """
         Make the tokens final that positions with all repetitions behind them predict.
 
         Args:
-            running (`torch.Tensor` of shape `(B,)`): bool, sequences that are not finished.
+            running (`np.ndarray` of shape `(B,)`): bool, sequences that are not finished.
 
         Returns:
-            `torch.LongTensor` of shape `(B,)`: newly committed tokens per sequence.
+            `np.ndarray` of shape `(B,)`: newly committed tokens per sequence.
         """
         complete = (self.done[:, self.first : self.stop] == self.num_repetitions).sum(1) + self.first
         # Position c commits column c + 1; prompt positions before the last one commit nothing new.
-        committed = torch.where(running, (complete + 1).clamp(min=self.prompt_length), self.num_committed)
+        committed = np.where(running, np.maximum(complete + 1, self.prompt_length), self.num_committed)
         num_new = committed - self.num_committed
         self.num_committed = committed
         return num_new
 
     def leave(self, running):
         """Take sequences that are not `running` out of flight, and move the window on to what is left."""
-        self.end = torch.where(running, self.end, 0)
-        oldest = int(torch.where(running, self.num_committed - 1, self.last_column).min())
+        self.end = np.where(running, self.end, 0)
+        oldest = int(np.where(running, self.num_committed - 1, self.last_column).min())
         if oldest >= self.prompt_length:  # before that, the whole prompt is in flight
             self.first = oldest
         self.stop = max(int(self.end.max()), self.first + 1)

@@ -4,11 +4,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
 
-from .cache_speed import SpeedCache
+from .cache_speed import SpeedCache, memory_dtype
+from .packed_speed import PackedWeights
 from .rows_speed import RowsInFlight
 from .window_speed import Window
 
@@ -184,25 +186,33 @@ class _SpeedRun:
         max_length = stopping_criteria.max_length or generation_config.max_length
         seen = model_kwargs.get("attention_mask")
         seen = None if seen is None or bool(seen.all()) else seen.bool()
+        prefix = model_kwargs.get("prefix_mask")
+        self.device = input_ids.device
         self.window = Window(
-            input_ids,
+            input_ids.cpu().numpy(),
             max_length,
             model.config.num_repetitions,
-            generation_config._eos_token_tensor,
-            seen=seen,
+            None if generation_config._eos_token_tensor is None else generation_config._eos_token_tensor.cpu().numpy(),
+            seen=None if seen is None else seen.cpu().numpy(),
             num_cached=self.cache.get_seq_length(),
             overlap_prompt=generation_config.speed_prompt_overlap,
         )
-        self.seen = None if seen is None else _pad_columns(seen, max_length, True)
-        prefix = model_kwargs.get("prefix_mask")
-        self.prefix = None if prefix is None else _pad_columns(prefix.bool(), max_length, False)
-        self.choose = _TokenChoice(self.window, logits_processor, generation_config)
-        self.stop = _StopCheck(self.window, stopping_criteria)
+        self.rows = RowsInFlight(
+            self.cache,
+            len(input_ids),
+            self.device,
+            memory_dtype(model.dtype, self.device),
+            seen=None if seen is None else _pad_columns(seen, max_length, True),
+            prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
+            multiply=PackedWeights.of(model),
+        )
+        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device)
+        self.stop = _StopCheck(self.window, stopping_criteria, self.device)
         self.streamer = None
         if streamer is not None:
             self.streamer = _Streaming(self.window, streamer, self.stop, generation_config._pad_token_tensor)
         self.states = None  # (R, hidden_size) of the last pass
-        self.state_index = torch.zeros_like(self.window.tokens)  # row of the last pass that holds a position's state
+        self.state_index = np.zeros_like(self.window.tokens)  # row of the last pass that holds a position's state
         self.num_passes = self.num_rows = 0
         self.trace = [] if generation_config.speed_trace else None
 
@@ -220,45 +230,54 @@ class _SpeedRun:
     def _group_pass(self):
         window = self.window
         sequences, columns, repetitions = window.rows()
-        hidden_states = self._states(sequences, columns, repetitions)
-        self.cache.reserve(window.stop)
-        prefix = self.prefix if window.first < window.prompt_length else None  # later rows see all that is before them
-        rows = RowsInFlight(
-            sequences, columns, repetitions, self.cache, len(window.tokens), seen=self.seen, prefix=prefix
-        )
-        hidden_states = self.model.run_repetition(hidden_states, rows)
-        self.states = hidden_states
-        self.state_index[sequences, columns] = torch.arange(len(columns), device=columns.device)
+        # Rows behind the prompt see all that is before them, prefix or not.
+        meets_prefix = self.rows.prefix is not None and window.first < window.prompt_length
+        self.rows.place(sequences, columns, repetitions, meets_prefix)
+        self.states = self.model.run_repetition(self._states(sequences, columns, repetitions), self.rows)
+        self.state_index[sequences, columns] = np.arange(len(columns))
         window.advance(sequences, columns)
         self.num_passes += 1
         self.num_rows += len(columns)
         if self.trace is not None:
             tokens = window.tokens[sequences, columns]
-            self.trace.append(torch.stack([sequences, columns, repetitions + 1, tokens], dim=1).cpu())
+            self.trace.append(torch.from_numpy(np.stack([sequences, columns, repetitions + 1, tokens], axis=1)))
 
-        predicting = columns >= window.prompt_length - 1
-        if not bool(predicting.all()):
-            sequences, columns, hidden_states = sequences[predicting], columns[predicting], hidden_states[predicting]
-        logits = self.model.exit_logits(hidden_states)
+        states = self.states
+        if window.first < window.prompt_length - 1:
+            predicting = (columns >= window.prompt_length - 1).nonzero()[0]
+            sequences, columns, states = sequences[predicting], columns[predicting], self._rows(states, predicting)
+        logits = self.model.exit_logits(states, self.rows)
         window.verify(sequences, columns, self.choose(sequences, columns, logits))
         num_new = window.commit(self.stop.in_flight)
-        self.choose.keep_scores(sequences, columns, num_new)
-        self.stop.check(num_new)
+        if num_new.any():
+            self.choose.keep_scores(sequences, columns, num_new)
+            self.stop.check(num_new)
         window.leave(self.stop.in_flight)
 
     def _states(self, sequences, columns, repetitions):
-        """Hidden states `(R, hidden_size)`: embeddings of positions that start, else what the last pass left."""
-        hidden_states = self.model.embed(self.window.tokens[sequences, columns])
-        if self.states is None:
-            return hidden_states
-        carried = self.states[self.state_index[sequences, columns].clamp(max=len(self.states) - 1)]
-        return torch.where((repetitions > 0)[:, None], carried, hidden_states)
+        """Hidden states `(R, hidden_size)`: embeddings of positions that start, then what the last pass left."""
+        num_starting = int(repetitions.searchsorted(1))
+        sequences, columns, carried = (
+            sequences[:num_starting],
+            columns[:num_starting],
+            self.state_index[sequences[num_starting:], columns[num_starting:]],
+        )
+        parts = []
+        if num_starting:
+            tokens = torch.from_numpy(self.window.tokens[sequences, columns]).to(self.device)
+            parts.append(self.model.embed(tokens))
+        if len(carried):
+            parts.append(self._rows(self.states, carried))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _rows(self, states, index):
+        return states.index_select(0, torch.from_numpy(index).to(self.device))
 
     def _output(self):
         window, length = self.window, self.stop.length
-        sequences = window.tokens[:, :length]
-        after_end = window.columns[:length] >= self.stop.lengths[:, None]
+        sequences = torch.from_numpy(window.tokens[:, :length].copy()).to(self.device)
         if self.stop.pads_finished:
+            after_end = torch.from_numpy(window.columns[:length] >= self.stop.lengths[:, None]).to(self.device)
             sequences = sequences.masked_fill(after_end, self.generation_config._pad_token_tensor)
         self.cache.set_length(length - 1)  # as in plain decoding, the last token has no keys
         if not self.generation_config.return_dict_in_generate:
@@ -291,8 +310,9 @@ class _TokenChoice:
     text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
     """
 
-    def __init__(self, window, logits_processor, generation_config):
+    def __init__(self, window, logits_processor, generation_config, device):
         self.window = window
+        self.device = device
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
         self.noise = {}  # number of a new token from 0 -> (B, V) float32; only those that may still be asked for
@@ -308,22 +328,24 @@ class _TokenChoice:
         scores = self._process(sequences, columns, logits)
         if self.output_scores or self.output_logits:
             self.last = scores, logits
-        if not self.do_sample:
-            return scores.argmax(-1)
-        probs = torch.nn.functional.softmax(scores, dim=-1)
-        return (probs / self._noise(sequences, columns, probs)).argmax(-1)
+        if self.do_sample:
+            probs = torch.nn.functional.softmax(scores, dim=-1)
+            scores = probs / self._noise(sequences, columns, probs)
+        return scores.argmax(-1).cpu().numpy()
 
     def _process(self, sequences, columns, logits):
         """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""
         if not len(self.logits_processor):
             return logits
         scores = torch.empty_like(logits)
-        for column in columns.unique().tolist():
-            at = columns == column
+        for column in np.unique(columns).tolist():
+            at = (columns == column).nonzero()[0]
+            rows, places = torch.from_numpy(at).to(self.device), torch.from_numpy(sequences[at]).to(self.device)
             batch = logits.new_zeros(len(self.window.tokens), logits.shape[1])
-            batch[sequences[at]] = logits[at]
-            prefix = self.window.tokens[:, : column + 1].clamp(min=0)  # sequences that are not there yet hold NO_TOKEN
-            scores[at] = self.logits_processor(prefix, batch)[sequences[at]]
+            batch[places] = logits[rows]
+            # Sequences that are not there yet hold NO_TOKEN.
+            prefix = torch.from_numpy(self.window.tokens[:, : column + 1].clip(min=0)).to(self.device)
+            scores[rows] = self.logits_processor(prefix, batch)[places]
         return scores
 
     def _noise(self, sequences, columns, probs):
@@ -340,7 +362,7 @@ class _TokenChoice:
     def rewind_generator(self, num_tokens):
         """Leave the random generator where plain decoding does: after one draw per token of the longest sequence."""
         if self.do_sample and 0 < num_tokens < len(self.generator_states):
-            _set_generator_state(self.window.tokens.device, self.generator_states[num_tokens - 1])
+            _set_generator_state(self.device, self.generator_states[num_tokens - 1])
 
     def keep_scores(self, sequences, columns, num_new):
         """Remember the scores of the tokens that this pass committed."""
@@ -349,7 +371,7 @@ class _TokenChoice:
         final = (columns < self.window.num_committed[sequences] - 1) & (
             columns >= (self.window.num_committed - num_new)[sequences] - 1
         )
-        for row in final.nonzero().squeeze(1).tolist():
+        for row in final.nonzero()[0].tolist():
             column = int(columns[row])
             if column not in self.kept:
                 self.kept[column] = tuple(kind.new_zeros(len(num_new), kind.shape[1]) for kind in self.last)
@@ -380,25 +402,30 @@ class _StopCheck:
     Stop criteria after every committed token, on exactly the prefix that plain decoding would show them.
 
     Attributes:
-        finished (`torch.Tensor` of shape `(B,)`): bool, sequences whose end is found.
-        lengths (`torch.LongTensor` of shape `(B,)`): columns of each sequence, up to its end where that is found.
+        finished (`np.ndarray` of shape `(B,)`): bool, sequences whose end is found.
+        lengths (`np.ndarray` of shape `(B,)`): columns of each sequence, up to its end where that is found.
         pads_finished (`bool`): whether finished sequences are filled up with padding.
     """
 
-    def __init__(self, window, stopping_criteria):
+    def __init__(self, window, stopping_criteria, device):
         self.window = window
+        self.device = device
         self.max_length = window.last_column + 1
         # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are
         # called.
-        self.eos = [criterion for criterion in stopping_criteria if type(criterion) is EosTokenCriteria]
+        self.eos = [
+            criterion.eos_token_id.cpu().numpy()
+            for criterion in stopping_criteria
+            if type(criterion) is EosTokenCriteria
+        ]
         self.other = [
             criterion
             for criterion in stopping_criteria
             if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria)
         ]
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self.finished = torch.zeros_like(window.num_committed, dtype=torch.bool)
-        self.lengths = window.num_committed.clone()
+        self.finished = np.zeros_like(window.num_committed, dtype=bool)
+        self.lengths = window.num_committed.copy()
         self.in_flight = ~self.finished
 
     @property
@@ -410,25 +437,27 @@ class _StopCheck:
         """Look at the `num_new` youngest committed tokens `(B,)` one after the other; says who is still in flight."""
         committed = self.window.num_committed
         for step in range(int(num_new.max())):
-            lengths = torch.minimum(committed - num_new + step + 1, committed)
+            lengths = np.minimum(committed - num_new + step + 1, committed)
             here = ~self.finished & (step < num_new)
-            self.lengths = torch.where(here, lengths, self.lengths)
+            self.lengths = np.where(here, lengths, self.lengths)
             self.finished = self.finished | (here & self._stops(lengths, here))
         if self.pads_finished:
             self.in_flight = ~self.finished
         elif bool(self.finished.all()):
             # Without an end-of-sequence token plain decoding lets every sequence go on until the last one stops.
-            self.lengths = torch.full_like(self.lengths, self.length)
+            self.lengths = np.full_like(self.lengths, self.length)
             self.in_flight = committed < self.lengths
 
     def _stops(self, lengths, here):
         stops = lengths >= self.max_length
-        token = self.window.tokens.gather(1, (lengths - 1)[:, None])
-        for criterion in self.eos:
-            stops = stops | criterion(token, None)
-        for criterion in self.other:
-            for row in here.nonzero().squeeze(1).tolist():
-                stops[row] |= bool(criterion(self.window.tokens[row : row + 1, : lengths[row]], None))
+        token = self.window.tokens[np.arange(len(lengths)), lengths - 1]
+        for eos_token_ids in self.eos:
+            stops |= (token[:, None] == eos_token_ids).any(1)
+        if self.other:
+            for row in here.nonzero()[0].tolist():
+                prefix = torch.from_numpy(self.window.tokens[row : row + 1, : lengths[row]].copy()).to(self.device)
+                for criterion in self.other:  # every one, since a criterion may count its calls
+                    stops[row] |= bool(criterion(prefix, None))
         return stops
 
 
@@ -442,12 +471,12 @@ class _Streaming:
     def put_committed(self):
         """Stream the steps that every sequence has reached or needs no more."""
         stop = self.stop
-        reached = torch.where(stop.in_flight, self.window.num_committed, stop.length).min()
+        reached = np.where(stop.in_flight, self.window.num_committed, stop.length).min()
         for column in range(self.num_streamed, min(int(reached), stop.length)):
-            tokens = self.window.tokens[:, column]
+            tokens = self.window.tokens[:, column].copy()
             if stop.pads_finished:
-                tokens = torch.where(column < stop.lengths, tokens, self.pad_token_id)
-            self.streamer.put(tokens.cpu())
+                tokens[column >= stop.lengths] = int(self.pad_token_id)
+            self.streamer.put(torch.from_numpy(tokens))
             self.num_streamed += 1
 
     def end(self):

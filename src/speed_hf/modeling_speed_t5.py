@@ -24,10 +24,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_speed_t5 import SpeedT5Config
 from .generation_speed import SpeedGenerationMixin
 from .loss_speed import multi_exit_loss
+from .packed_speed import multiply
 from .rows_speed import WholeSequences
-
-
-FEW_ROWS = 16  # up to here a product with the head is bound by reading it
 
 
 if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
@@ -133,9 +131,8 @@ class SpeedT5Attention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q(hidden_states).view(head_shape)
-        key = self.k(hidden_states).view(head_shape)
-        value = self.v(hidden_states).view(head_shape)
+        products = rows.multiply(hidden_states, self.q, self.k, self.v)
+        query, key, value = (product.view(head_shape) for product in products)
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -145,7 +142,8 @@ class SpeedT5Attention(nn.Module):
             # No 1 / sqrt(head_dim): T5 has it in the initial queries.
             output, probabilities = attention(self, queries, keys, self.dropout(values), mask, scaling=1.0, **kwargs)
             outputs.append(output)
-        return self.o(rows.leave(outputs).reshape(*input_shape, -1)), probabilities
+        attended = rows.leave(outputs).reshape(*input_shape, -1).to(hidden_states.dtype)
+        return rows.multiply(attended, self.o)[0], probabilities
 
 
 class SpeedT5MLP(nn.Module):
@@ -158,9 +156,10 @@ class SpeedT5MLP(nn.Module):
             linear.init_truncated = True  # type: ignore[assignment]
         self.dropout = SharedDropout(config.dropout_rate)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate = nn.functional.gelu(self.wi_0(hidden_states), approximate="tanh")
-        return self.wo(self.dropout(gate * self.wi_1(hidden_states)))
+    def forward(self, hidden_states: torch.Tensor, rows) -> torch.Tensor:
+        gate, states = rows.multiply(hidden_states, self.wi_0, self.wi_1)
+        states = nn.functional.gelu(gate, approximate="tanh") * states
+        return rows.multiply(self.dropout(states), self.wo)[0]
 
 
 class SpeedT5DecoderLayer(GradientCheckpointingLayer):
@@ -179,7 +178,7 @@ class SpeedT5DecoderLayer(GradientCheckpointingLayer):
         # those.
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), rows, *attention_masks, **kwargs)
         hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states), rows))
 
 
 @auto_docstring
@@ -269,8 +268,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """
         if rows.attention_masks is None:
             refuse_float16(hidden_states)
-            dtype = hidden_states.dtype
-            rows.attention_masks = [self._attention_mask(*block, dtype=dtype) for block in rows.blocks]
+            rows.attention_masks = [self._attention_mask(rows, block, hidden_states.dtype) for block in rows.blocks]
         for layer in self.layers:
             hidden_states = layer(hidden_states, rows, *rows.attention_masks, **kwargs)
         return hidden_states
@@ -279,16 +277,26 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """Hidden states after a repetition -> what the head reads at that exit, of the same shape."""
         return self.dropout(self.norm(hidden_states))
 
-    def _attention_mask(self, query_positions, key_positions, visible, dtype):
+    def _attention_mask(self, rows, block, dtype):
         """Relative bias where a key is visible, the lowest number elsewhere: `(N, H, W, S)`, added to the scores."""
+        causal = block.visible is None
+        if causal not in rows.bias_lines:
+            rows.bias_lines[causal] = self._bias_line(rows.num_columns, causal, rows.attention_dtype or dtype)
+        # The biases of a query to all keys lie side by side in the line; it only matters where they begin.
+        windows = rows.bias_lines[causal].unfold(1, rows.num_keys, 1).transpose(0, 1)
+        bias = windows[rows.num_columns - 1 - block.positions].transpose(1, 2)
+        return bias if causal else torch.where(block.visible, bias, torch.finfo(bias.dtype).min)
+
+    def _bias_line(self, num_columns, causal, dtype):
+        """Biases of distances from `num_columns` - 1 down to 1 - `num_columns`, query minus key: one line per head."""
         config = self.config
         buckets = relative_buckets(
-            config.relative_attention_num_buckets, config.relative_attention_max_distance, len(key_positions)
+            config.relative_attention_num_buckets, config.relative_attention_max_distance, num_columns
         )
-        by_distance = self.relative_attention_bias(buckets.to(key_positions.device)).to(dtype)
-        distances = (query_positions[..., None] - key_positions).clamp(min=0)  # keys to the right share bucket 0
-        bias = by_distance.T[:, distances].transpose(0, 1)
-        return torch.where(visible, bias, torch.finfo(dtype).min)
+        table = self.relative_attention_bias.weight.to(dtype)
+        before = table[buckets.flip(0).to(table.device)].T
+        after = before[:, -1:].expand(-1, num_columns - 1)  # keys to the right share bucket 0
+        return torch.cat([before, torch.full_like(after, torch.finfo(dtype).min) if causal else after], dim=1)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -350,7 +358,6 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         # A static cache is longer than what it holds, and gives its length as a tensor that will change.
         num_keys = cache.get_mask_sizes(num_queries, 0)[0] if cache is not None else num_queries
         query_positions = torch.arange(num_queries, device=device) + num_past
-        key_positions = torch.arange(num_keys, device=device)
         if attention_mask is not None and attention_mask.dim() == 4:
             if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
                 raise ValueError(
@@ -358,9 +365,9 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
                     f"{attention_mask.dtype}: convert it."
                 )
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-            return WholeSequences(query_positions, key_positions, visible, cache)
+            return WholeSequences(query_positions, num_keys, visible, cache)
 
-        visible = (key_positions <= query_positions[:, None])[None]
+        visible = (torch.arange(num_keys, device=device) <= query_positions[:, None])[None]
         if prefix_mask is not None:
             prefix = nn.functional.pad(prefix_mask.bool(), (0, max(num_keys - prefix_mask.shape[1], 0)))
             visible = visible | (prefix[:, query_positions, None] & prefix[:, None, :num_keys])
@@ -370,7 +377,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         elif position_ids is not None and num_keys == num_queries:
             segments = packed_segments(position_ids)
             visible = visible & (segments[:, :, None] == segments[:, None])
-        return WholeSequences(query_positions, key_positions, visible[:, None], cache)
+        return WholeSequences(query_positions, num_keys, visible[:, None], cache)
 
 
 @lru_cache(maxsize=32)
@@ -460,9 +467,18 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         """See [`SpeedT5Model.run_repetition`]."""
         return self.model.run_repetition(hidden_states, rows)
 
-    def exit_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states `(*shape, hidden_size)` after any repetition -> scores `(*shape, V)` of its exit."""
-        return self._head(self.model.exit_states(hidden_states))
+    def exit_logits(self, hidden_states: torch.Tensor, rows=None) -> torch.Tensor:
+        """
+        Scores of the exit after any repetition.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(*shape, hidden_size)`): what `run_repetition` gave.
+            rows (`WholeSequences` or `RowsInFlight`, *optional*): what it was given.
+
+        Returns:
+            `torch.Tensor` of shape `(*shape, V)`.
+        """
+        return self._head(self.model.exit_states(hidden_states), multiply if rows is None else rows.multiply)
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -478,16 +494,9 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
             mask = (torch.arange(mask.shape[1], device=mask.device) >= start).to(mask.dtype)
         return mask
 
-    def _head(self, exit_states):
+    def _head(self, exit_states, multiply=multiply):
         # Tied to embeddings of standard deviation 1, so the product needs scaling; its smaller side is cheaper.
-        states = exit_states * self._logit_scale
-        num_rows = states.numel() // states.shape[-1]
-        on_cpu = states.device.type == "cpu" and states.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if on_cpu and num_rows <= FEW_ROWS and type(self.lm_head) is nn.Linear:
-            # From 4 rows on, F.linear copies the whole head before it multiplies; as left factor it is only read.
-            logits = (self.lm_head.weight @ states.reshape(num_rows, -1).T).T.contiguous()
-            return logits.view(*states.shape[:-1], -1)
-        return self.lm_head(states)
+        return multiply(exit_states * self._logit_scale, self.lm_head)[0]
 
     @property
     def _logit_scale(self):

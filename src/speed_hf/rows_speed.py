@@ -2,8 +2,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows a pass computes, and how their queries meet the keys: the one interface between model and scheduler."""
 
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 import torch
 from transformers import Cache
+
+from .packed_speed import multiply
+
+
+@dataclass
+class QueryBlock:
+    """
+    Queries that meet their keys in one attention call.
+
+    Args:
+        positions (`torch.LongTensor` of shape `(N, W)` or `(1, W)`): 0-based cache columns of the queries.
+        visible (`torch.Tensor` of shape `(N or 1, 1, W, S)`, *optional*): bool, True where a query may see a key.
+            `None`: a query sees the keys up to its own column.
+        rows (`slice`, *optional*): the hidden states that the queries belong to; this and the rest in pipelines only.
+        repetitions (`slice`, *optional*): whose keys they meet.
+        spread (`torch.LongTensor`, *optional*): place among the `N * W` queries of each row. `None`: in order.
+        source (`torch.LongTensor` of shape `(N * W,)`, *optional*): row at each place; goes with `spread`.
+    """
+
+    positions: torch.Tensor
+    visible: torch.Tensor | None = None
+    rows: slice | None = None
+    repetitions: slice | None = None
+    spread: torch.Tensor | None = None
+    source: torch.Tensor | None = None
 
 
 class WholeSequences:
@@ -14,14 +43,19 @@ class WholeSequences:
 
     Args:
         query_positions (`torch.LongTensor` of shape `(L,)`): 0-based cache columns of the queries.
-        key_positions (`torch.LongTensor` of shape `(S,)`): 0-based cache columns of the keys.
+        num_keys (`int`): S, columns of the keys.
         visible (`torch.Tensor` of shape `(B or 1, 1, L, S)`): bool, True where a query may see a key.
         cache (`Cache`, *optional*): written and read with one slot per (repetition, layer).
     """
 
-    def __init__(self, query_positions, key_positions, visible, cache: Cache | None = None):
-        self.blocks = [(query_positions[None], key_positions, visible)]
+    multiply = staticmethod(multiply)
+    attention_dtype = None  # that of the hidden states
+
+    def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None):
+        self.blocks = [QueryBlock(query_positions[None], visible)]
+        self.num_keys = self.num_columns = num_keys
         self.cache = cache
+        self.bias_lines: dict[bool, torch.Tensor] = {}  # made by the model
         self.first_slot = 0  # slot of the repetition's first layer; moved on by the model after each repetition
         self.attention_masks = None  # one float tensor per block, made by the model once per pass
 
@@ -39,98 +73,123 @@ class WholeSequences:
 
 class RowsInFlight:
     """
-    Single positions of several sequences, each in its own repetition: one group pass of the pipeline.
+    Single positions of several sequences, each in its own repetition: the group passes of one pipeline.
 
     Hidden states are compact, `(R, hidden_size)`: one row per position that is really in flight, without padding. Only
-    the queries are spread out, because attention wants them beside the keys of their sequence and repetition.
+    the queries are spread out, because attention wants them beside the keys of their sequence and repetition; where
+    every (repetition, sequence) has equally many rows, even that is a view.
 
     Args:
-        sequences (`torch.LongTensor` of shape `(R,)`): row of the batch, 0-based.
-        columns (`torch.LongTensor` of shape `(R,)`): cache column of the position, 0-based.
-        repetitions (`torch.LongTensor` of shape `(R,)`): repetition that the row enters now, 0-based.
-        cache ([`SpeedCache`]): has room for every column.
+        cache ([`SpeedCache`]): where keys and values are kept.
         num_sequences (`int`): B.
+        device (`torch.device`): of the model.
+        attention_dtype (`torch.dtype`): of keys, values and masks.
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
         prefix (`torch.Tensor` of shape `(B, S)`, *optional*): bool, columns that see each other in both directions.
+        multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
     """
 
-    def __init__(self, sequences, columns, repetitions, cache, num_sequences, seen=None, prefix=None):
-        self.sequences, self.columns, self.repetitions = sequences, columns, repetitions
+    def __init__(self, cache, num_sequences, device, attention_dtype, seen=None, prefix=None, multiply=multiply):
         self.cache = cache
         self.num_sequences = num_sequences
+        self.device = device
+        self.seen, self.prefix = seen, prefix
+        self.multiply = multiply
+        self.attention_dtype = attention_dtype
+        self.num_columns = 0
+        self.bias_lines = {}  # made by the model, for `num_columns` keys
+
+    def place(self, sequences, columns, repetitions, meets_prefix=False):
+        """
+        Take up the rows of the next pass.
+
+        Args:
+            sequences (`np.ndarray` of shape `(R,)`): row of the batch, 0-based.
+            columns (`np.ndarray` of shape `(R,)`): cache column of the position, 0-based. Those of one sequence in one
+                repetition are neighbours.
+            repetitions (`np.ndarray` of shape `(R,)`): repetition that the row enters now, 0-based. The rows are
+                ordered by repetition, sequence and column.
+            meets_prefix (`bool`): whether rows of the prefix are among them; all others see what is before them only.
+        """
         self.attention_masks = None
         self.num_keys = int(columns.max()) + 1
-        self.key_positions = torch.arange(self.num_keys, device=columns.device)
-        self._spread_queries()
-        self.blocks = [self._block(*member, seen, prefix) for member in self._members]
+        self.cache.reserve(self.num_keys)
+        if self.num_columns != self.cache.num_columns:
+            self.num_columns, self.bias_lines = self.cache.num_columns, {}
+        self.index = tuple(self._tensor(index) for index in (repetitions, sequences, columns))
 
-    def _spread_queries(self):
-        """Give every row a place in its (repetition, sequence), where the rows lie in neighbouring columns."""
-        num_repetitions, num_cells = self.cache.num_repetitions, self.cache.num_repetitions * self.num_sequences
-        cell = self.repetitions * self.num_sequences + self.sequences
-        first_column = self.columns.new_full((num_cells,), self.num_keys)
-        first_column.scatter_reduce_(0, cell, self.columns, "amin")
-        place = self.columns - first_column[cell]
-        widths = place.new_zeros(num_repetitions).scatter_reduce_(0, self.repetitions, place + 1, "amax").tolist()
-
+        cells = repetitions * self.num_sequences + sequences
+        counts = np.bincount(cells, minlength=self.cache.num_repetitions * self.num_sequences)
+        places = np.arange(len(cells)) - (counts.cumsum() - counts)[cells]
+        widths = counts.reshape(-1, self.num_sequences).max(1)
         # The prompt is a block of many columns in one repetition; everything else is a column or a few per repetition.
         # One attention call over both would give every repetition room for a whole prompt, so the prompt gets its own.
-        widest = max(range(num_repetitions), key=widths.__getitem__)
-        rest = max((width for repetition, width in enumerate(widths) if repetition != widest), default=0)
-        if widths[widest] > 4 * max(rest, 1):
-            apart = self.repetitions == widest
-            self._members = [self._member(apart.nonzero().squeeze(1), widest, widest + 1, widths[widest], cell, place)]
-            if rest:
-                self._members.append(
-                    self._member((~apart).nonzero().squeeze(1), 0, num_repetitions, rest, cell, place)
+        widest = int(widths.argmax())
+        rest = int(np.delete(widths, widest).max(initial=0))
+        bounds = [0, widest, widest + 1, len(widths)] if widths[widest] > 4 * rest > 0 else [0, len(widths)]
+        self.blocks = []
+        for start, stop in pairwise(bounds):
+            used = widths[start:stop].nonzero()[0]
+            if len(used):
+                start, stop = start + int(used[0]), start + int(used[-1]) + 1
+                rows = slice(*cells.searchsorted([start * self.num_sequences, stop * self.num_sequences]).tolist())
+                spread = (cells[rows] - start * self.num_sequences) * widths[start:stop].max() + places[rows]
+                self.blocks.append(
+                    self._block(
+                        columns[rows], rows, slice(start, stop), widths[start:stop].max(), spread, meets_prefix
+                    )
                 )
-        else:
-            self._members = [self._member(slice(None), 0, num_repetitions, widths[widest], cell, place)]
 
-    def _member(self, rows, start, stop, width, cell, place):
-        spread = (cell[rows] - start * self.num_sequences) * width + place[rows]
-        return rows, slice(start, stop), width, spread
-
-    def _block(self, rows, repetitions, width, spread, seen, prefix):
+    def _block(self, positions, rows, repetitions, width, spread, meets_prefix):
         repeats = repetitions.stop - repetitions.start
-        positions = self.columns.new_zeros(repeats * self.num_sequences * width)
-        positions[spread] = self.columns[rows]
-        positions = positions.view(-1, width)
-        visible = self.key_positions <= positions[..., None]
-        if prefix is not None:
-            prefix = prefix[:, : self.num_keys].repeat(repeats, 1)
-            visible |= prefix.gather(1, positions)[..., None] & prefix[:, None]
-        if seen is not None:
-            visible &= seen[:, : self.num_keys].repeat(repeats, 1)[:, None]
-        return positions, self.key_positions, visible[:, None]
+        source = None
+        if len(positions) < repeats * self.num_sequences * width:
+            source = np.zeros(repeats * self.num_sequences * width, dtype=np.int64)  # nobody reads an unused place
+            source[spread] = np.arange(len(positions))
+            positions = positions[source]
+            spread, source = self._tensor(spread), self._tensor(source)
+        positions = self._tensor(positions).view(-1, int(width))
+        visible = None
+        if meets_prefix or self.seen is not None:
+            key_positions = torch.arange(self.num_keys, device=self.device)
+            visible = key_positions <= positions[..., None]
+            if meets_prefix:
+                prefix = self.prefix[:, : self.num_keys].repeat(repeats, 1)
+                visible |= prefix.gather(1, positions)[..., None] & prefix[:, None]
+            if self.seen is not None:
+                visible &= self.seen[:, : self.num_keys].repeat(repeats, 1)[:, None]
+            visible = visible[:, None]
+        return QueryBlock(positions, visible, rows, repetitions, None if source is None else spread, source)
+
+    def _tensor(self, array):
+        return torch.from_numpy(array).to(self.device)
 
     def enter(self, query, key, value, layer_idx):
         """Queries, keys, values `(R, H, D)` of one layer, stored -> attention inputs `(N, H, W or S, D)` per block."""
-        keys, values = self.cache.write(
-            layer_idx, self.repetitions, self.sequences, self.columns, key, value, self.num_sequences
-        )
+        keys, values = self.cache.write(layer_idx, *self.index, key, value, self.num_sequences)
+        query = query.to(keys.dtype)
         inputs = []
-        for rows, repetitions, width, spread in self._members:
-            num_blocks = (repetitions.stop - repetitions.start) * self.num_sequences
-            spread_query = query.new_zeros(num_blocks * width, *query.shape[1:])
-            spread_query[spread] = query[rows]
+        for block in self.blocks:
+            queries = query[block.rows]
+            if block.source is not None:
+                queries = queries.index_select(0, block.source)
             inputs.append(
                 (
-                    spread_query.view(num_blocks, width, *query.shape[1:]).transpose(1, 2),
-                    keys[repetitions, :, :, : self.num_keys].flatten(0, 1),
-                    values[repetitions, :, :, : self.num_keys].flatten(0, 1),
+                    queries.view(*block.positions.shape, *query.shape[1:]).transpose(1, 2),
+                    keys[block.repetitions, :, :, : self.num_keys].flatten(0, 1),
+                    values[block.repetitions, :, :, : self.num_keys].flatten(0, 1),
                 )
             )
         return inputs
 
     def leave(self, outputs):
         """Attention outputs `(N, W, H, D)` per block -> `(R, H, D)`."""
-        if len(outputs) == 1:
-            return outputs[0].flatten(0, 1)[self._members[0][3]]
-        states = outputs[0].new_empty(len(self.columns), *outputs[0].shape[2:])
-        for (rows, _, _, spread), output in zip(self._members, outputs):
-            states[rows] = output.flatten(0, 1)[spread]
-        return states
+        parts = [
+            output.flatten(0, 1) if block.spread is None else output.flatten(0, 1).index_select(0, block.spread)
+            for block, output in zip(self.blocks, outputs)
+        ]
+        # A prompt in the middle of the repetitions is a block between the others.
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-__all__ = ["RowsInFlight", "WholeSequences"]
+__all__ = ["QueryBlock", "RowsInFlight", "WholeSequences"]

@@ -19,6 +19,7 @@ from .modeling_speed_t5 import SpeedT5ForCausalLM
 
 
 OPTIMIZERS = ("adamw", "adafactor_t5x")
+EMBEDDING_BETA2 = 0.999
 TIMED_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
@@ -32,13 +33,11 @@ class SpeedTrainingArguments(TrainingArguments):
             `lr_scheduler_type="inverse_sqrt"` and `learning_rate=1.0` its pretraining schedule,
             1 / sqrt(max(step, warmup_steps or 10,000)); with `"constant"` and 0.001 its fine-tuning.
         embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under `"adamw"`. AdamW moves
-        every
-            number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and
-            less, so it wants ten times theirs. Adafactor scales its steps by itself.
+            every number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16
+            and less, so it wants fifteen times theirs. Adafactor scales its steps by itself.
         position_bias_learning_rate (`float`, *optional*): the same for the relative position table. A head that looks
-        at
-            the previous token needs a bias of about 5 there, which takes AdamW thousands of steps at the layers' rate;
-            without such heads no model learns to copy or to align, so it wants fifty times that rate.
+            at the previous token needs a bias of about 5 there, which takes AdamW thousands of steps at the layers'
+            rate; without such heads no model learns to copy or to align, so it wants fifteen times that rate too.
         max_train_minutes (`float`, *optional*): stop, and save, after this wall time. The learning rate then follows
             the elapsed share of the time, and `warmup_steps` must be a share below 1.
         compile_layers (`bool`): compile every unique layer by itself.
@@ -177,6 +176,9 @@ def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> 
             {
                 "params": [p for p in parameters if p is table],
                 "lr": args.embedding_learning_rate or args.learning_rate,
+                # The row of a rare token has a large gradient seldom, and a small one from the head at every step. A
+                # short memory forgets the large ones and turns the small ones into full steps of noise.
+                "betas": (args.adam_beta1, EMBEDDING_BETA2),
             },
             {
                 "params": [p for p in parameters if p is bias],
