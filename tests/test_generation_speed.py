@@ -10,7 +10,14 @@ import pytest
 import torch
 from reference import oracle_passes
 from tiny_models import flipping_model, prompts
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from speed_hf.window_speed import NO_TOKEN, Window
@@ -160,7 +167,12 @@ SAMPLERS = {
     "temperature": {"temperature": 0.7},
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.8, "top_k": 0},
+    "min_p": {"min_p": 0.1, "top_k": 0},
+    "typical_p": {"typical_p": 0.7, "top_k": 0},
+    "eta": {"eta_cutoff": 0.05, "top_k": 0},
+    "epsilon": {"epsilon_cutoff": 0.03, "top_k": 0},
     "return_sequences": {"num_return_sequences": 3},
+    "with a penalty": {"repetition_penalty": 1.4, "top_k": 9},
 }
 
 
@@ -178,18 +190,30 @@ def test_sampled_text_equals_plain_sampling_under_one_seed(name, batch_size):
     assert torch.equal(texts[1], texts[3])
 
 
+@torch.no_grad()
 def test_sampled_tokens_follow_the_final_distribution():
-    model = flipping_model("often", vocab_size=8)
-    ids = torch.tensor([[3, 5]])
-    num_draws = 1000
-    expected = model(ids).logits[0, -1].float().softmax(-1)
+    """Chi-square of 100,000 draws of three tokens against the joint distribution of the model."""
+    vocab_size, num_draws = 5, 100_000
+    model = flipping_model("often", vocab_size=vocab_size)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[3, 4]])
+    texts = torch.cartesian_prod(*[torch.arange(vocab_size)] * 3)
+    log_probs = model(torch.cat([ids.expand(len(texts), -1), texts], dim=1)).logits[:, 1:-1].log_softmax(-1)
+    expected = num_draws * log_probs.gather(2, texts[..., None]).sum((1, 2)).exp()
     torch.manual_seed(0)
-    drawn = model.generate(ids, max_new_tokens=2, do_sample=True, top_k=0, speed=True, num_return_sequences=num_draws)[
-        :, 2
-    ]
-    counts = torch.bincount(drawn, minlength=8).double()
-    chi_square = ((counts - num_draws * expected) ** 2 / (num_draws * expected)).sum()
-    assert chi_square < 24.3, "p = 0.001 with 7 degrees of freedom"
+    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 1.0}
+    drawn = torch.cat(
+        [model.generate(ids, num_return_sequences=10_000, speed=True, **options)[:, 2:] for _ in range(10)]
+    )
+    counts = torch.bincount(drawn @ torch.tensor([vocab_size**2, vocab_size, 1]), minlength=len(texts))
+    assert len(expected) == 125 and expected.sum() == pytest.approx(num_draws)
+    often = expected >= 5  # where the approximation of chi-square holds; the rest counts as one
+    observed = torch.cat([counts[often], counts[~often].sum()[None]]).double()
+    wanted = torch.cat([expected[often], expected[~often].sum()[None]]).clamp(min=1e-9)
+    statistic = ((observed - wanted) ** 2 / wanted).sum()
+    assert often.sum() > 30
+    freedom = torch.tensor(len(observed) - 1.0)
+    assert torch.special.gammaincc(freedom / 2, statistic.float() / 2) > 1e-3  # the chance of a larger statistic
 
 
 class BansLastToken(LogitsProcessor):
@@ -211,6 +235,15 @@ PROCESSORS = {
     "forced_eos": {"forced_eos_token_id": 7, "eos_token_id": 7},
     "prefix_allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [(int(ids[-1]) + row + k) % 61 for k in range(6)]},
     "custom": {"logits_processor": [BansLastToken()]},
+    "sequence_bias": {"sequence_bias": [[[4], 3.0], [[9, 10], -9.0]]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram": {"encoder_no_repeat_ngram_size": 2},
+    "forced_bos": {"forced_bos_token_id": 11},
+    "suppress": {"suppress_tokens": [3, 4, 5], "begin_suppress_tokens": [6]},
+    "exponential_decay": {"exponential_decay_length_penalty": (5, 1.3), "eos_token_id": 7},
+    "min_length": {"min_length": 18, "eos_token_id": 7},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash", context_width=2)},
+    "remove_invalid": {"remove_invalid_values": True, "renormalize_logits": True},
 }
 
 
@@ -352,11 +385,19 @@ REFUSALS = {
     "not a truth value": ({"speed_prompt_overlap": "yes"}, "must be True or False"),
     "beam search": ({"num_beams": 2}, "greedily or by sampling, got beam_search"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "greedily or by sampling, got assisted_generation"),
-    "guidance": ({"guidance_scale": 2.0}, "guidance_scale.*keeps a cache"),
+    "guidance": ({"guidance_scale": 2.0}, "guidance_scale.*remembers tokens"),
+    "stateful watermark": (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[3, 5, 7])},
+        "watermarking_config.*remembers tokens",
+    ),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states.*must not be set"),
     "cache kind": ({"cache_implementation": "static"}, "cache_implementation.*own cache"),
     "no cache": ({"use_cache": False}, "use_cache.*must not be False"),
-    "chunks": ({"prefill_chunk_size": 2}, "prefill_chunk_size.*must not be set"),
+    "static cache": (
+        {"cache": StaticCache(config=flipping_model("seldom").config, max_cache_len=9)},
+        "or be a DynamicCache, got StaticCache",
+    ),
+    "mask of another length": ({"attention_mask": torch.ones(1, 3)}, "a column for each of the 5 positions"),
 }
 
 
@@ -364,7 +405,7 @@ REFUSALS = {
 def test_what_does_not_fit_is_refused(name):
     options, message = REFUSALS[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        flipping_model("seldom").generate(**prompts(1, 5), speed=True, max_new_tokens=4, **options)
+        flipping_model("seldom").generate(**{**prompts(1, 5), **options}, speed=True, max_new_tokens=4)
 
 
 def test_an_unknown_option_in_a_foreign_config_is_refused():
@@ -435,3 +476,74 @@ def test_a_restart_at_the_wrong_position_is_caught(monkeypatch):
     monkeypatch.setattr("speed_hf.generation_speed.Window", RestartsOneOff)
     plain, speed = both(flipping_model("often"), prompts(1, 6))
     assert not torch.equal(plain.sequences, speed.sequences)
+
+
+def test_embedded_prompts_give_the_same_tokens():
+    model = flipping_model("often", prefix_lm=True)
+    inputs = prompts(3, 6, padded=True)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    mask = inputs["attention_mask"]
+    plain, speed = both(model, {"inputs_embeds": embeds, "attention_mask": mask})
+    assert speed.sequences.shape == (3, 30), "only new tokens are returned"
+    assert torch.equal(plain.sequences, speed.sequences)
+    plain, speed = both(model, {"inputs_embeds": embeds, **inputs})
+    assert torch.equal(plain.sequences, speed.sequences)
+
+
+@pytest.mark.parametrize("prefix_lm", [False, True], ids=["causal", "prefix"])
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_prompt_in_chunks_gives_the_same_tokens(size, prefix_lm):
+    model = flipping_model("often", prefix_lm=prefix_lm)
+    plain, speed = both(model, prompts(3, 9, padded=True), prefill_chunk_size=size)
+    assert torch.equal(plain.sequences, speed.sequences)
+    assert speed.cache.get_seq_length() == 38
+
+
+def test_a_cache_of_plain_decoding_can_be_continued_and_stays_as_it_is():
+    model = flipping_model("often")
+    first = model.generate(**prompts(2, 6), max_new_tokens=10, return_dict_in_generate=True, do_sample=False)
+    text = torch.cat([first.sequences, torch.tensor([[5, 9, 4], [8, 8, 2]])], dim=1)
+    length = first.cache.get_seq_length()
+    continued = model.generate(text, cache=first.cache, max_new_tokens=15, speed=True, do_sample=False)
+    assert torch.equal(continued, model.generate(text, max_new_tokens=15, do_sample=False))
+    assert first.cache.get_seq_length() == length
+
+
+def test_a_cache_can_be_continued_with_the_new_tokens_only():
+    model = flipping_model("often")
+    outputs = []
+    for speed in (False, True):
+        options = {"max_new_tokens": 10, "return_dict_in_generate": True, "do_sample": False, "speed": speed}
+        first = model.generate(**prompts(2, 6), **options)
+        new = torch.cat([first.sequences[:, -1:], torch.tensor([[5, 9, 4], [8, 8, 2]])], dim=1)
+        mask = torch.ones(2, first.cache.get_seq_length() + 4, dtype=torch.long)
+        outputs.append(
+            model.generate(new, attention_mask=mask, cache=first.cache, no_repeat_ngram_size=3, **options).sequences
+        )
+    assert torch.equal(*outputs)
+
+
+class ShowsDrafts(Collects):
+    def __init__(self):
+        super().__init__()
+        self.drafts = []
+
+    def put_draft(self, value):
+        self.drafts.append((len(self.steps), value))
+
+
+def test_streamers_that_show_drafts_get_them():
+    model = flipping_model("seldom")
+    streamer = ShowsDrafts()
+    output = model.generate(**prompts(1, 6), max_new_tokens=40, streamer=streamer, speed=True, do_sample=False)
+    assert torch.equal(torch.stack(streamer.steps[1:], dim=1), output[:, 6:])
+    text, right = output[0, 6:].tolist(), 0
+    for num_steps, draft in streamer.drafts:
+        assert draft.shape[0] == 1 and 0 < draft.shape[1] <= model.config.num_repetitions
+        right += draft[0, 0].item() == text[num_steps - 1]  # the first step is the prompt
+    assert right > len(streamer.drafts) / 2
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(NotImplementedError, match=r"left-padded batch"):
+        flipping_model("seldom").generate_batch([[5, 6]])

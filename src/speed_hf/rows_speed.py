@@ -82,6 +82,7 @@ class RowsInFlight:
     Args:
         cache ([`SpeedCache`]): where keys and values are kept.
         num_sequences (`int`): B.
+        max_columns (`int`): columns that will ever be placed.
         device (`torch.device`): of the model.
         attention_dtype (`torch.dtype`): of keys, values and masks.
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
@@ -89,9 +90,12 @@ class RowsInFlight:
         multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
     """
 
-    def __init__(self, cache, num_sequences, device, attention_dtype, seen=None, prefix=None, multiply=multiply):
+    def __init__(
+        self, cache, num_sequences, max_columns, device, attention_dtype, seen=None, prefix=None, multiply=multiply
+    ):
         self.cache = cache
         self.num_sequences = num_sequences
+        self.max_columns = max_columns
         self.device = device
         self.seen, self.prefix = seen, prefix
         self.multiply = multiply
@@ -113,7 +117,7 @@ class RowsInFlight:
         """
         self.attention_masks = None
         self.num_keys = int(columns.max()) + 1
-        self.cache.reserve(self.num_keys)
+        self.cache.reserve(self.num_keys, self.max_columns)
         if self.num_columns != self.cache.num_columns:
             self.num_columns, self.bias_lines = self.cache.num_columns, {}
         self.index = tuple(self._tensor(index) for index in (repetitions, sequences, columns))
