@@ -42,6 +42,8 @@ class SpeedGenerateOutput(GenerateDecoderOnlyOutput):
     """
     Output of `generate(speed=True, return_dict_in_generate=True)`: as of plain decoding, and what the pipeline did.
 
+    `scores` and `logits` of a sequence are 0 behind its end, where plain decoding has those of the padding.
+
     Args:
         speed_stats (`dict`):
             `num_group_passes` (`int`): uses of the K layers, prompt included; plain decoding needs G per token.
