@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from reference import oracle_passes
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from speed_hf import SpeedT5ForCausalLM
 
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +29,7 @@ def tokenizer():
 
 
 def load(weights, dtype):
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=dtype)
+    model = SpeedT5ForCausalLM.from_pretrained(CHECKPOINT, dtype=dtype)
     if weights == "random":
         torch.manual_seed(0)
         model = type(model)(model.config).to(dtype)
@@ -112,6 +114,36 @@ def test_passes_equal_the_oracle_on_real_text(weights, tokenizer):
         logits = model(output.sequences, prefix_mask=prefix, return_exit_logits=True).exit_logits
         predictions = torch.stack([scores[0, length - 1 : -1].float().argmax(-1) for scores in logits], dim=1)
         assert output.speed_stats["num_group_passes"] == oracle_passes(predictions.numpy())
+
+
+def test_16_prompts_of_very_different_lengths_equal_each_alone(tokenizer):
+    """Left padding changes no row, and no row of padding is computed."""
+    model = load("trained", torch.float64)
+    texts = sources(46)
+    texts = texts[:12] + [" ".join(texts[start : start + 8]) for start in (12, 20, 28, 36)]
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    lengths = inputs["attention_mask"].sum(1)
+    assert len(lengths) == 16 and lengths.max() > 8 * lengths.min()
+    options = {"max_new_tokens": 24, "do_sample": False, "speed": True, "return_dict_in_generate": True}
+    together = model.generate(**inputs, **options)
+    num_rows = 0
+    for ids, mask, row in zip(inputs["input_ids"], inputs["attention_mask"], together.sequences, strict=True):
+        alone = model.generate(ids[mask.bool()][None], **options)
+        new = alone.sequences[0, mask.sum() :]
+        assert torch.equal(row[len(ids) :][: len(new)], new)
+        num_rows += alone.speed_stats["num_rows"]
+    assert together.speed_stats["num_rows"] == num_rows
+
+
+@pytest.mark.parametrize("weights", ["trained", "random"])
+def test_pipelined_equals_plain_over_520_tokens(weights, tokenizer):
+    model = load(weights, torch.float64)
+    model.generation_config.eos_token_id = None
+    inputs = tokenizer(sources(1), return_tensors="pt")
+    options = {"max_new_tokens": 520, "do_sample": False, "repetition_penalty": 1.1}
+    speed = model.generate(**inputs, speed=True, **options)
+    assert torch.equal(speed, model.generate(**inputs, **options))
+    assert len(set(speed[0, -100:].tolist())) > 5, "a constant text would prove little"
 
 
 def test_the_shipped_folder_is_a_whole_repository():
