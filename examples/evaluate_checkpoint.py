@@ -24,7 +24,7 @@ from huggingface_hub import ModelCard
 from sacrebleu.metrics import BLEU, CHRF
 from transformers.utils import logging
 
-from speed_hf.data import load_file, load_pairs
+from speed_hf.data import evenly_spread, load_file, load_pairs
 from speed_hf.model_card import build_model_card, results_section, with_results
 from speed_hf.text_metrics import TextScores, generate_texts
 from speed_hf.timing import compare_decoding, describe_environment, load_checkpoint
@@ -53,11 +53,6 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.
         if name not in ("float32", "bfloat16", "float64"):
             parser.error(f"`dtypes` must be float32, bfloat16 or float64, got {name}: choose of these.")
     return parser, args
-
-
-def evenly_spread(number: int, wanted: int) -> list[int]:
-    """At most `wanted` of the indices 0 .. number - 1."""
-    return [place * number // wanted for place in range(wanted)] if wanted < number else list(range(number))
 
 
 def load_test_pairs(args) -> dict[str, dict[str, list[str]]]:

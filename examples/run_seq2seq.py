@@ -26,7 +26,15 @@ from transformers.trainer_utils import SchedulerType, get_last_checkpoint
 from transformers.utils import logging
 
 from speed_hf import SpeedT5Config, SpeedT5ForCausalLM
-from speed_hf.data import NUM_SPECIAL_TOKENS, PackedRows, load_pairs, pack_pairs, stack_rows, tokenize_pairs
+from speed_hf.data import (
+    NUM_SPECIAL_TOKENS,
+    PackedRows,
+    evenly_spread,
+    load_pairs,
+    pack_pairs,
+    stack_rows,
+    tokenize_pairs,
+)
 from speed_hf.model_card import build_model_card
 from speed_hf.text_metrics import TextScores, generate_texts
 from speed_hf.training import SpeedTrainer, SpeedTrainingArguments
@@ -193,8 +201,7 @@ def pack_split(pairs, tokenizer, data_args: DataArguments, name: str) -> PackedR
 
 def make_text_metrics(pairs, tokenizer, data_args: DataArguments, scores: TextScores):
     """A function from a model to the scores of its texts for evenly spread pairs."""
-    step = max(1, len(pairs) // data_args.max_generate_samples)
-    pairs = pairs.select(range(0, len(pairs), step)[: data_args.max_generate_samples])
+    pairs = pairs.select(evenly_spread(len(pairs), data_args.max_generate_samples))
     sources = [data_args.source_prefix + text for text in pairs["source"]]
     references = pairs["target"][:]
 

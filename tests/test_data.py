@@ -10,7 +10,15 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speed_hf.data import TokenizedPairs, assign_rows, load_pairs, pack_pairs, stack_rows, tokenize_pairs
+from speed_hf.data import (
+    TokenizedPairs,
+    assign_rows,
+    evenly_spread,
+    load_pairs,
+    pack_pairs,
+    stack_rows,
+    tokenize_pairs,
+)
 
 
 COLUMNS = {"source": "en", "target": "de"}
@@ -146,3 +154,8 @@ def test_damaged_missing_and_unknown_files_are_refused(tmp_path):
         load_pairs(COLUMNS, [str(tmp_path / "b.jsonl")])
     with pytest.raises(ValueError, match=r"must end in one of \.json"):
         load_pairs(COLUMNS, [str(tmp_path / "b.txt")])
+
+
+def test_rows_are_evenly_spread():
+    assert evenly_spread(10, 3) == [0, 3, 6]
+    assert evenly_spread(3, 10) == [0, 1, 2]

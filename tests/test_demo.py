@@ -166,11 +166,6 @@ def test_evaluation_refuses_what_it_cannot_do(options, message, checkpoint, pair
     assert message in capsys.readouterr().err
 
 
-def test_prompts_are_evenly_spread():
-    assert evaluate_checkpoint.evenly_spread(10, 3) == [0, 3, 6]
-    assert evaluate_checkpoint.evenly_spread(3, 10) == [0, 1, 2]
-
-
 def test_both_decodings_take_turns(checkpoint, monkeypatch):
     model, tokenizer = load_checkpoint(checkpoint)
     generate, order = model.generate, []

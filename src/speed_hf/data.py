@@ -144,6 +144,11 @@ def load_pairs(
     )
 
 
+def evenly_spread(number: int, wanted: int) -> list[int]:
+    """At most `wanted` of the indices 0 .. `number` - 1, spread over all of them."""
+    return [place * number // wanted for place in range(wanted)] if wanted < number else list(range(number))
+
+
 @dataclass
 class TokenizedPairs:
     """
