@@ -68,8 +68,7 @@ class Run:
         while running.any():
             sequences, columns, repetitions = window.rows()
             self._meet_keys(sequences, columns, repetitions)
-            window.advance(sequences, columns)
-            predicting = columns >= window.prompt_length - 1
+            predicting = window.advance(sequences, columns)
             sequences, columns = sequences[predicting], columns[predicting]
             exits = window.done[sequences, columns]
             predictions = [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speed_hf.window_speed import NO_TOKEN, Window
+from speed_hf.window_speed import NO_TOKEN, PATIENCE, Window
 
 
 EOS = 1
@@ -68,8 +68,7 @@ def run(script, prompts, max_length, seen=None, eos=EOS, window_class=Window, **
                 if seen is None or column >= len(prompts[b]) or seen[b, column]:
                     expected = tuple(window.tokens[b, : column + 1].tolist())
                     assert written.get((b, column, g)) == expected, "a row met keys of a token that is gone"
-        window.advance(sequences, columns)
-        predicting = columns >= window.prompt_length - 1
+        predicting = window.advance(sequences, columns)
         sequences, columns = sequences[predicting], columns[predicting]
         exits = window.done[sequences, columns]
         predictions = [
@@ -153,6 +152,39 @@ def test_wrong_drafts_cost_no_more_than_plain_decoding():
     script = Script(3, num_repetitions, 10**6, flip_rate=1.0)
     _, num_passes, _ = run(script, [[4]], 1 + num_new, eos=None)
     assert num_passes <= num_repetitions * num_new
+
+
+class NeverSettles(Script):
+    """Every prediction changes at the last exit, except for those of some stretches of the text."""
+
+    def __init__(self, *args, settled=()):
+        super().__init__(*args, flip_rate=1.0)
+        self.settled = settled
+
+    def predict(self, prefix, exit_):
+        exit_ = self.num_repetitions if len(prefix) in self.settled else exit_
+        return self._number("token", prefix, exit_ == self.num_repetitions) % self.vocab_size
+
+
+def test_guessing_in_vain_ends_and_begins_again():
+    num_repetitions, num_new = 4, 8 * PATIENCE
+    script = NeverSettles(1, num_repetitions, 10**6, settled=range(4 * PATIENCE, 6 * PATIENCE))
+    rows = []
+
+    class Counts(Window):
+        def rows(self):
+            rows.append(super().rows())
+            return rows[-1]
+
+    tokens, num_passes, _ = run(script, [[4]], 1 + num_new, eos=None, window_class=Counts)
+    assert tokens == [script.decode([4], 1 + num_new, None)]
+    num_rows = dict.fromkeys(range(num_new), 0)
+    for _, columns, _ in rows:
+        for column in columns.tolist():
+            num_rows[column] += 1
+    held = [num_rows[column] for column in range(PATIENCE + 2, 4 * PATIENCE)]
+    assert sorted(held)[: len(held) - 8] == [num_repetitions] * (len(held) - 8), "no wrong guess is computed"
+    assert num_passes < num_repetitions * (num_new - PATIENCE), "where guesses are right again, they are made again"
 
 
 def test_flip_rates_count_committed_predictions_only():

@@ -297,16 +297,17 @@ class _SpeedRun:
         self.rows.place(sequences, columns, repetitions, meets_prefix)
         self.states = self.model.run_repetition(self._states(sequences, columns, repetitions), self.rows)
         self.state_index[sequences, columns] = np.arange(len(columns))
-        window.advance(sequences, columns)
+        predicting = window.advance(sequences, columns)
         self.num_passes += 1
         self.num_rows += len(columns)
         if self.trace is not None:
             tokens = window.tokens[sequences, columns]
             self.trace.append(torch.from_numpy(np.stack([sequences, columns, repetitions + 1, tokens], axis=1)))
+        if not len(predicting):
+            return
 
         states = self.states
-        if window.first < window.prompt_length - 1:
-            predicting = (columns >= window.prompt_length - 1).nonzero()[0]
+        if len(predicting) < len(columns):
             sequences, columns, states = sequences[predicting], columns[predicting], self._rows(states, predicting)
         logits = self.model.exit_logits(states, self.rows)
         window.verify(sequences, columns, self.choose(sequences, columns, logits))
