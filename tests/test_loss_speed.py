@@ -97,6 +97,18 @@ def test_frozen_head_and_frozen_states(inputs):
         assert not multi_exit_loss(states, head, labels, WEIGHTS)[0].requires_grad
 
 
+def test_shifted_labels_replace_labels(inputs):
+    states, head, labels = inputs
+    expected = multi_exit_loss(states, head, labels, WEIGHTS)[0]
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    assert torch.equal(multi_exit_loss(states, head, labels.flip(1), WEIGHTS, shift_labels=shifted)[0], expected)
+    shifted[0, -1] = 3  # the next shard's first token, which this one's last position predicts
+    longer = [torch.cat([state, state[:, :1]], dim=1) for state in states]
+    labels = torch.cat([labels[:, :1], shifted], dim=1)
+    expected = multi_exit_loss(longer, head, labels, WEIGHTS)[0]
+    assert torch.equal(multi_exit_loss(states, head, labels, WEIGHTS, shift_labels=shifted)[0], expected)
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4])
 @pytest.mark.parametrize("num_items", [None, 7])
 def test_no_label_at_all_gives_zero(z_loss, num_items):

@@ -46,15 +46,16 @@ class WholeSequences:
         num_keys (`int`): S, columns of the keys.
         visible (`torch.Tensor` of shape `(B or 1, 1, L, S)`): bool, True where a query may see a key.
         cache (`Cache`, *optional*): written and read with one slot per (repetition, layer).
+        attention_dtype (`torch.dtype`, *optional*): of attention. Default: that of the hidden states.
     """
 
     multiply = staticmethod(multiply)
-    attention_dtype = None  # that of the hidden states
 
-    def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None):
+    def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None, attention_dtype=None):
         self.blocks = [QueryBlock(query_positions[None], visible)]
         self.num_keys = self.num_columns = num_keys
         self.cache = cache
+        self.attention_dtype = attention_dtype
         self.bias_lines: dict[bool, torch.Tensor] = {}  # made by the model
         self.first_slot = 0  # slot of the repetition's first layer; moved on by the model after each repetition
         self.attention_masks = None  # one float tensor per block, made by the model once per pass
@@ -64,7 +65,8 @@ class WholeSequences:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, self.first_slot + layer_idx)
-        return [(query, key, value)]
+        dtype = self.attention_dtype or query.dtype
+        return [(query.to(dtype), key.to(dtype), value.to(dtype))]
 
     def leave(self, outputs):
         """Attention outputs `(B, L, H, D)` per block -> the outputs in the order of the hidden states."""
