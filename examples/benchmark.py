@@ -1,0 +1,317 @@
+# Copyright 2026 The speed_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""
+Decoding speed of a cyclically shared model against its alternatives, in one run and in turns:
+
+    python examples/benchmark.py --output_dir benchmark                      # T5-Base sizes, random weights, bfloat16
+    python examples/benchmark.py --checkpoint model_cards/speed-t5-en-de-small --output_dir benchmark
+    python examples/benchmark.py --profile 0 1 1 1 1 --batch_sizes 1 8 --dtypes float32 --output_dir benchmark
+
+Without a checkpoint the weights are random, and how often early exits are right is scripted: all exits are computed,
+then the token of each is replaced by that of a script, in which the prediction changes at exits 2 .. G with the
+probabilities `--profile` (default: those of the SPEED paper). Every way of decoding the shared model follows the same
+script. `stock` is `generate` as it is; `stripped` is a bare greedy loop over packed weights: this package's engine on
+the unshared models, which have one exit and so nothing to guess.
+
+Writes benchmark.json, benchmark.md and benchmark.png; prints the table, and where `speed=True` loses.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from speed_hf import SpeedT5Config, SpeedT5ForCausalLM, generation_speed
+from speed_hf.packed_speed import PackedWeights
+from speed_hf.timing import describe_environment, load_checkpoint
+
+
+PAPER_PROFILE = [0.15, 0.02, 0.01, 0.005, 0.005]  # share of predictions that change at exits 2 .. 6
+BASE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "head_dim": 64, "vocab_size": 32128}
+CERTAIN = 1e4  # a logit that decides
+
+
+class Script:
+    """
+    The token that each exit predicts after each column: a table `(G, columns)`.
+
+    Args:
+        profile (`list[float]`): probabilities that the prediction changes at exits 2 .. G.
+        num_columns (`int`): longest text.
+        vocab_size (`int`): tokens are drawn from 2 on, so that none is padding or ends a text.
+    """
+
+    def __init__(self, profile: list[float], num_columns: int, vocab_size: int):
+        draw = np.random.default_rng(0)
+        tokens = draw.integers(2, vocab_size, (len(profile) + 1, num_columns))
+        for exit_ in range(len(profile) - 1, -1, -1):  # the last exit is right; going back, some predictions differ
+            agrees = draw.random(num_columns) >= profile[exit_]
+            tokens[exit_] = np.where(agrees, tokens[exit_ + 1], tokens[exit_])
+        self.tokens = tokens
+
+    def num_passes(self, prompt_length: int, num_new: int) -> int:
+        """Group passes of the pipeline without overlap of the prompt: an exact count, see docs/performance.md."""
+        asked = self.tokens[:, prompt_length - 1 : prompt_length + num_new - 2]
+        changes = asked[1:] != asked[:-1]
+        num_repetitions = len(self.tokens)
+        last = np.where(changes.any(0), num_repetitions - changes[::-1].argmax(0), 1)
+        return num_repetitions + int(last[:-1].sum() if num_new > 2 else 0) + (num_repetitions if num_new > 1 else 0)
+
+
+class ScriptedModel(SpeedT5ForCausalLM):
+    """A model whose exits are computed and then overruled."""
+
+    script: Script | None = None
+
+    def forward(self, *args, cache=None, **kwargs):
+        output = super().forward(*args, cache=cache, **kwargs)
+        if self.script is not None:
+            num_asked = output.logits.shape[1]
+            exit_ = self.config.num_hidden_layers // self.config.num_unique_layers
+            columns = np.arange(output.cache.get_seq_length() - num_asked, output.cache.get_seq_length())
+            tokens = torch.from_numpy(self.script.tokens[exit_ - 1, columns])
+            output.logits.scatter_(2, tokens.view(1, -1, 1).expand(len(output.logits), -1, -1), CERTAIN)
+        return output
+
+
+class ScriptedChoice(generation_speed._TokenChoice):
+    """The same for the pipeline, whose passes mix exits."""
+
+    script: Script | None = None
+
+    def __call__(self, sequences, columns, logits):
+        tokens = super().__call__(sequences, columns, logits)
+        if self.script is None:
+            return tokens
+        return self.script.tokens[self.window.done[sequences, columns] - 1, columns]
+
+
+def build_model(num_unique_layers: int, num_repetitions: int, dtype: torch.dtype) -> ScriptedModel:
+    """Random weights of T5-Base sizes."""
+    torch.manual_seed(0)
+    config = SpeedT5Config(num_unique_layers=num_unique_layers, num_repetitions=num_repetitions, **BASE)
+    model = ScriptedModel(config).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def candidates(args, dtype: torch.dtype) -> dict:
+    """Name -> (model, options of `generate`)."""
+    if args.checkpoint:
+        model, _ = load_checkpoint(args.checkpoint, dtype)
+        model.generation_config.eos_token_id = None
+        name = f"{model.config.num_unique_layers}x{model.config.num_repetitions}"
+        found = {}
+    else:
+        model, name = build_model(args.num_unique_layers, args.num_repetitions, dtype), args.shape
+        deep = build_model(args.num_unique_layers * args.num_repetitions, 1, dtype)
+        shallow = build_model(args.num_unique_layers, 1, dtype)
+        found = {}
+        for unshared in (deep, shallow):
+            layers = unshared.config.num_unique_layers
+            found[f"{layers} layers, stock"] = unshared, {}
+            found[f"{layers} layers, stripped"] = unshared, {"speed": True}
+    found[f"{name}, stock"] = model, {}
+    found[f"{name}, speed"] = model, {"speed": True}
+    found[f"{name}, early exit"] = model, {"assistant_early_exit": model.config.num_unique_layers}
+    found[f"{name}, prompt lookup"] = model, {"prompt_lookup_num_tokens": 4}
+    return found
+
+
+def decode(model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None):
+    """One timed run: seconds, and the statistics of the pipeline if it was one."""
+    scripted = script if model.config.num_repetitions > 1 else None
+    if isinstance(model, ScriptedModel):
+        model.script = scripted
+    ScriptedChoice.script = scripted
+    start = time.perf_counter()
+    output = model.generate(prompt, max_new_tokens=num_new, do_sample=False, return_dict_in_generate=True, **options)
+    seconds = time.perf_counter() - start
+    assert output.sequences.shape[1] == prompt.shape[1] + num_new
+    return seconds, output.get("speed_stats")
+
+
+def bandwidth() -> float:
+    """Bytes per second at which this process reads memory."""
+    memory = torch.ones(64 * 2**20)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - start)
+    return memory.nbytes / min(times)
+
+
+@torch.no_grad()
+def parts_of_a_pass(model, num_rows: int, num_keys: int) -> float:
+    """Seconds of the matrix products and attention calls of one full pass, alone."""
+    config, multiply = model.config, PackedWeights.of(model)
+    dtype = model.dtype
+    attention_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+    states = torch.randn(num_rows, config.hidden_size, dtype=dtype)
+    inner = torch.randn(num_rows, config.num_attention_heads * config.head_dim, dtype=dtype)
+    wide = torch.randn(num_rows, config.intermediate_size, dtype=dtype)
+    shape = (num_rows, config.num_attention_heads, 1, config.head_dim)
+    query = torch.randn(*shape, dtype=attention_dtype)
+    keys = torch.randn(num_rows, config.num_attention_heads, num_keys, config.head_dim, dtype=attention_dtype)
+    mask = torch.zeros(num_rows, config.num_attention_heads, 1, num_keys, dtype=attention_dtype)
+
+    def one_pass():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            multiply(states, attention.q, attention.k, attention.v)
+            torch.nn.functional.scaled_dot_product_attention(query, keys, keys, mask, scale=1.0)
+            multiply(inner, attention.o)
+            multiply(states, layer.mlp.wi_0, layer.mlp.wi_1)
+            multiply(wide, layer.mlp.wo)
+        multiply(states, model.lm_head)
+
+    one_pass()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        one_pass()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
+    """All candidates in turns on the same prompt."""
+    shared = models[next(name for name in models if name.endswith("speed"))][0]
+    vocab_size, num_repetitions = shared.config.vocab_size, shared.config.num_repetitions
+    num_columns = args.prompt_tokens + args.new_tokens + 64  # drafts of assisted decoding go beyond the end
+    script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size)
+    prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
+    runs = {name: [] for name in models if batch_size == 1 or not name.endswith(("early exit", "lookup"))}
+    stats = {}
+    for repeat in range(args.num_runs + 1):  # the first warms up
+        for name in runs:
+            seconds, stats[name] = decode(models[name][0], prompt, models[name][1], args.new_tokens, script)
+            runs[name] += [seconds] if repeat else []
+    if script is not None:
+        _check_passes(shared, prompt, args.new_tokens, script)
+    speed = stats[next(name for name in runs if name.endswith("speed"))]
+    num_tokens = batch_size * args.new_tokens
+    found = {
+        name: {
+            "ms_per_token": 1e3 * median(times) / num_tokens,
+            "ms_per_token_p90": 1e3 * float(np.percentile(times, 90)) / num_tokens,
+        }
+        for name, times in runs.items()
+    }
+    pass_ms = found[next(name for name in runs if name.endswith("speed"))]["ms_per_token"] * num_tokens
+    pass_ms /= speed["num_group_passes"]
+    num_bytes = sum(p.nbytes for p in (*shared.model.layers.parameters(), shared.lm_head.weight))
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch_size": batch_size,
+        "decoding": found,
+        "passes_per_token": speed["num_group_passes"] / args.new_tokens,
+        "rows_per_pass": speed["rows_per_pass"],
+        "flips": speed["flips"],
+        "pass_ms": pass_ms,
+        "products_and_attention_ms": 1e3
+        * parts_of_a_pass(shared, num_repetitions * batch_size, args.prompt_tokens + args.new_tokens // 2),
+        "weights_bound_ms": 1e3 * num_bytes / bandwidth(),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _check_passes(model, prompt, num_new, script):
+    """The scripted pipeline needs exactly the passes that its script implies."""
+    _, stats = decode(model, prompt, {"speed": True, "speed_prompt_overlap": False}, num_new, script)
+    expected = script.num_passes(prompt.shape[1], num_new)
+    if stats["num_group_passes"] != expected:
+        raise RuntimeError(f"the pipeline took {stats['num_group_passes']} passes, its script implies {expected}")
+
+
+def table(results: list[dict]) -> str:
+    """Markdown: one block per precision and batch size, times against the speed line."""
+    lines = []
+    for result in results:
+        decoding = result["decoding"]
+        speed = next(entry["ms_per_token"] for name, entry in decoding.items() if name.endswith("speed"))
+        lines += [
+            f"\n{result['dtype']}, batch {result['batch_size']}\n",
+            "| decoding | ms per token | p90 | / speed |",
+        ]
+        lines += ["| --- | --- | --- | --- |"]
+        for name, entry in decoding.items():
+            ratio = entry["ms_per_token"] / speed
+            lines.append(f"| {name} | {entry['ms_per_token']:.2f} | {entry['ms_per_token_p90']:.2f} | {ratio:.2f} |")
+        flips = " / ".join(f"{100 * share:.1f}" for share in result["flips"].values())
+        lines.append(
+            f"\n{result['passes_per_token']:.2f} passes per token, {result['rows_per_pass']:.1f} rows per pass, flips "
+            f"{flips} %; a pass takes {result['pass_ms']:.2f} ms, its products and attention alone "
+            f"{result['products_and_attention_ms']:.2f} ms, reading the weights {result['weights_bound_ms']:.2f} ms; "
+            f"peak memory {result['peak_memory_mb']:.0f} MB"
+        )
+        losing = [name for name, entry in decoding.items() if entry["ms_per_token"] < speed]
+        lines.append(f"\nFaster than speed=True: {', '.join(losing) or 'none of these'}.")
+    return "\n".join(lines)
+
+
+def picture(results: list[dict], path: Path):
+    """Bars of ms per token, one panel per precision and batch size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 0.6 + 2.4 * len(results)), layout="constrained")
+    for axis, result in zip(np.atleast_1d(figure.subplots(len(results), 1)), results, strict=True):
+        names = list(result["decoding"])[::-1]
+        axis.barh(names, [result["decoding"][name]["ms_per_token"] for name in names], color="#4878a8")
+        axis.set_title(f"{result['dtype']}, batch {result['batch_size']}", fontsize=9)
+        axis.set_xlabel("ms per token", fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", help="Folder of a checkpoint; left out: random weights and a script.")
+    parser.add_argument("--shape", default="2x6", help="Unique layers x repetitions of the random model.")
+    parser.add_argument("--profile", type=float, nargs="+", default=PAPER_PROFILE, help="Flips at exits 2 .. G.")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
+    parser.add_argument("--prompt_tokens", type=int, default=60)
+    parser.add_argument("--new_tokens", type=int, default=256)
+    parser.add_argument("--num_runs", type=int, default=3)
+    parser.add_argument("--output_dir", required=True, help="Folder for json, table and picture.")
+    args = parser.parse_args(argv)
+    args.num_unique_layers, args.num_repetitions = map(int, args.shape.split("x"))
+    if not args.checkpoint and len(args.profile) != args.num_repetitions - 1:
+        parser.error(
+            f"`profile` must have {args.num_repetitions - 1} numbers for {args.shape}, one per exit from 2 on."
+        )
+    return args
+
+
+def main(argv: list[str] | None = None):
+    args = parse_arguments(argv)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    generation_speed._TokenChoice = ScriptedChoice
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for dtype in args.dtypes:
+        models = candidates(args, getattr(torch, dtype))
+        results += [measure(args, getattr(torch, dtype), size, models) for size in args.batch_sizes]
+    facts = describe_environment(torch.device("cpu"))
+    options = {name: value for name, value in vars(args).items() if name != "output_dir"}
+    text = table(results) + "\n\n" + ", ".join(f"{name} {value}" for name, value in facts.items()) + "\n"
+    (folder / "benchmark.json").write_text(json.dumps({"options": options, "environment": facts, "results": results}))
+    (folder / "benchmark.md").write_text(text, encoding="utf-8")
+    picture(results, folder / "benchmark.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
