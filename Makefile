@@ -16,6 +16,7 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow and not gpu" --durations=10
 
 slow: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lm-eval]"
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 check: lint test

@@ -522,7 +522,6 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         return_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-        shift_labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SpeedT5CausalLMOutput:
         r"""
@@ -536,9 +535,10 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
             Whether to return the scores of every exit.
         num_items_in_batch (`int` or `torch.Tensor`, *optional*):
             What the summed loss is divided by; the Trainer passes the labels of a whole accumulated batch.
-        shift_labels (`torch.LongTensor` of shape `(B, L)`, *optional*):
-            Target ids aligned with the scores that predict them, which the loss takes instead of `labels`.
         """
+        # Target ids aligned with the scores that predict them, in place of `labels`. No named argument: the Trainer
+        # takes every name with "label" in it for something that a batch must have.
+        shift_labels = kwargs.pop("shift_labels", None)
         # CODEPATH: speed-t5-en-de-small is a prefix-LM, as models for translation are; language models are causal.
         if labels is not None and prefix_mask is None and self.config.prefix_lm:
             prefix_mask = prefix_before_labels(labels, position_ids if attention_mask is None else None)
