@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,13 @@ from speed_hf.timing import describe_environment, load_checkpoint
 
 
 PAPER_PROFILE = [0.15, 0.02, 0.01, 0.005, 0.005]  # share of predictions that change at exits 2 .. 6
-BASE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "head_dim": 64, "vocab_size": 32128}
+BASE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "head_dim": 64,
+    "vocab_size": 32128,
+}
 CERTAIN = 1e4  # a logit that decides
 
 
@@ -97,7 +104,8 @@ def build_model(num_unique_layers: int, num_repetitions: int, dtype: torch.dtype
     """Random weights of T5-Base sizes."""
     torch.manual_seed(0)
     config = SpeedT5Config(num_unique_layers=num_unique_layers, num_repetitions=num_repetitions, **BASE)
-    model = ScriptedModel(config).to(dtype).eval()
+    model: Any = ScriptedModel(config)
+    model = model.to(dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -105,16 +113,15 @@ def build_model(num_unique_layers: int, num_repetitions: int, dtype: torch.dtype
 
 def candidates(args, dtype: torch.dtype) -> dict:
     """Name -> (model, options of `generate`)."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
     if args.checkpoint:
         model, _ = load_checkpoint(args.checkpoint, dtype)
         model.generation_config.eos_token_id = None
         name = f"{model.config.num_unique_layers}x{model.config.num_repetitions}"
-        found = {}
     else:
         model, name = build_model(args.num_unique_layers, args.num_repetitions, dtype), args.shape
         deep = build_model(args.num_unique_layers * args.num_repetitions, 1, dtype)
         shallow = build_model(args.num_unique_layers, 1, dtype)
-        found = {}
         for unshared in (deep, shallow):
             layers = unshared.config.num_unique_layers
             found[f"{layers} layers, stock"] = unshared, {}
@@ -190,7 +197,9 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     num_columns = args.prompt_tokens + args.new_tokens + 64  # drafts of assisted decoding go beyond the end
     script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
-    runs = {name: [] for name in models if batch_size == 1 or not name.endswith(("early exit", "lookup"))}
+    runs: dict[str, list[float]] = {
+        name: [] for name in models if batch_size == 1 or not name.endswith(("early exit", "lookup"))
+    }
     stats = {}
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:

@@ -215,7 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     model, tokenizer = load_checkpoint(args.checkpoint, torch.float64)
     print(f"{'option':<34}" + "".join(f"{column:<16}" for column in COLUMNS))
-    counts, reasons = Counter(), []
+    counts: Counter[str] = Counter()
+    reasons: list[str] = []
     for name, cells, reason in matrix(model, tokenizer, args.max_new_tokens):
         print(f"{name:<34}" + "".join(f"{cell:<16}" for cell in cells), flush=True)
         counts.update(cells)

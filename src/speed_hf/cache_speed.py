@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of a cyclically shared decoder, one slot per (repetition, layer), for pipeline and `forward`."""
 
+from typing import Any
+
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -48,8 +50,9 @@ class SpeedCache(Cache):
             [`SpeedCache`]
         """
         copy = cls(num_unique_layers, len(cache.layers) // num_unique_layers)
-        for slot, layer in enumerate(cache.layers):
-            if layer.get_seq_length():
+        if cache.get_seq_length():
+            layers: Any = cache.layers
+            for slot, layer in enumerate(layers):
                 copy.update(layer.keys, layer.values, slot)
         return copy
 
