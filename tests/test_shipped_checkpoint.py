@@ -110,7 +110,7 @@ def test_passes_equal_the_oracle_on_real_text(weights, tokenizer):
             speed_prompt_overlap=False,
             return_dict_in_generate=True,
         )
-        prefix = torch.ones(1, length, dtype=torch.bool)
+        prefix = torch.ones(1, length, dtype=torch.bool) if model.config.prefix_lm else None
         logits = model(output.sequences, prefix_mask=prefix, return_exit_logits=True).exit_logits
         predictions = torch.stack([scores[0, length - 1 : -1].float().argmax(-1) for scores in logits], dim=1)
         assert output.speed_stats["num_group_passes"] == oracle_passes(predictions.numpy())
