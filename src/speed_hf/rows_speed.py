@@ -127,24 +127,21 @@ class RowsInFlight:
         cells = repetitions * self.num_sequences + sequences
         counts = np.bincount(cells, minlength=self.cache.num_repetitions * self.num_sequences)
         places = np.arange(len(cells)) - (counts.cumsum() - counts)[cells]
-        widths = counts.reshape(-1, self.num_sequences).max(1)
+        widths = counts.reshape(-1, self.num_sequences).max(1).tolist()
         # The prompt is a block of many columns in one repetition; everything else is a column or a few per repetition.
         # One attention call over both would give every repetition room for a whole prompt, so the prompt gets its own.
-        widest = int(widths.argmax())
-        rest = int(np.delete(widths, widest).max(initial=0))
+        widest = widths.index(max(widths))
+        rest = max(widths[:widest] + widths[widest + 1 :], default=0)
         bounds = [0, widest, widest + 1, len(widths)] if widths[widest] > 4 * rest > 0 else [0, len(widths)]
         self.blocks = []
         for start, stop in pairwise(bounds):
-            used = widths[start:stop].nonzero()[0]
-            if len(used):
-                start, stop = start + int(used[0]), start + int(used[-1]) + 1
-                rows = slice(*cells.searchsorted([start * self.num_sequences, stop * self.num_sequences]).tolist())
-                spread = (cells[rows] - start * self.num_sequences) * widths[start:stop].max() + places[rows]
-                self.blocks.append(
-                    self._block(
-                        columns[rows], rows, slice(start, stop), widths[start:stop].max(), spread, meets_prefix
-                    )
-                )
+            used = [repetition for repetition in range(start, stop) if widths[repetition]]
+            if used:
+                start, stop = used[0], used[-1] + 1
+                width, first_cell = max(widths[start:stop]), start * self.num_sequences
+                rows = slice(*cells.searchsorted([first_cell, stop * self.num_sequences]).tolist())
+                spread = (cells[rows] - first_cell) * width + places[rows]
+                self.blocks.append(self._block(columns[rows], rows, slice(start, stop), width, spread, meets_prefix))
 
     def _block(self, positions, rows, repetitions, width, spread, meets_prefix):
         repeats = repetitions.stop - repetitions.start
@@ -154,7 +151,7 @@ class RowsInFlight:
             source[spread] = np.arange(len(positions))
             positions = positions[source]
             spread, source = self._tensor(spread), self._tensor(source)
-        positions = self._tensor(positions).view(-1, int(width))
+        positions = self._tensor(positions).view(-1, width)
         visible = None
         if meets_prefix or self.seen is not None:
             key_positions = torch.arange(self.num_keys, device=self.device)
