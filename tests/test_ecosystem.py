@@ -296,7 +296,6 @@ def test_the_command_is_installed_under_its_name():
     assert getattr(import_module(module), function) is cli.main
 
 
-# Batches of one, since the stop strings of the harness count on seeing all sequences of a batch at once.
 EVALUATION = """
 import json
 import sys
@@ -314,7 +313,7 @@ for name, task, options in (
     ("speed", "translation", "speed=True"),
     ("saved", "translation", None),
 ):
-    lm = HFLM(pretrained=folder, trust_remote_code=True, dtype="float64", device="cpu", batch_size=1)
+    lm = HFLM(pretrained=folder, trust_remote_code=True, dtype="float64", device="cpu", batch_size=2)
     calls, run_repetition = [], lm.model.run_repetition
     lm.model.run_repetition = lambda *args: calls.append(1) or run_repetition(*args)
     lm.model.generation_config.speed = name == "saved"

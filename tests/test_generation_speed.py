@@ -288,6 +288,31 @@ def test_custom_criteria_act_at_the_exact_token(eos):
     assert outputs[0].shape[1] < 56
 
 
+class CountsRows(StoppingCriteria):
+    """Knows its batch: stops each sequence after a number of calls of its own, and all its calls are remembered."""
+
+    def __init__(self, num_calls):
+        self.num_calls, self.calls = num_calls, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append(input_ids.clone())
+        return torch.tensor([len(self.calls) >= number for number in self.num_calls])
+
+
+@pytest.mark.parametrize("eos", [None, 7], ids=["no_eos", "eos"])
+@pytest.mark.parametrize("flips", ["never", "often"])
+def test_criteria_are_called_as_in_plain_decoding(flips, eos):
+    model = flipping_model(flips)
+    outputs, calls = [], []
+    for speed in (False, True):
+        criterion = CountsRows([25, 8, 14])
+        options = {"max_new_tokens": 30, "eos_token_id": eos, "stopping_criteria": [criterion], "pad_token_id": 0}
+        outputs.append(model.generate(**prompts(3, 6, padded=True), speed=speed, do_sample=False, **options))
+        calls.append(criterion.calls)
+    assert torch.equal(*outputs)
+    assert len(calls[0]) == len(calls[1]) and all(map(torch.equal, *calls))
+
+
 def test_max_time_stops_between_tokens():
     model = flipping_model("often")
     start = time.monotonic()

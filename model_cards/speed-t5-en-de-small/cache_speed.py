@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of a cyclically shared decoder, one slot per (repetition, layer), for pipeline and `forward`."""
 
+from typing import Any
+
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 
@@ -35,6 +37,25 @@ class SpeedCache(Cache):
         ]
         super().__init__(layers=self.slots)
 
+    @classmethod
+    def from_dynamic(cls, cache: DynamicCache, num_unique_layers: int) -> "SpeedCache":
+        """
+        A copy of what plain decoding left, to be continued by the pipeline.
+
+        Args:
+            cache (`DynamicCache`): with one layer per (repetition, layer).
+            num_unique_layers (`int`): K.
+
+        Returns:
+            [`SpeedCache`]
+        """
+        copy = cls(num_unique_layers, len(cache.layers) // num_unique_layers)
+        if cache.get_seq_length():
+            layers: Any = cache.layers
+            for slot, layer in enumerate(layers):
+                copy.update(layer.keys, layer.values, slot)
+        return copy
+
     def write(self, layer_idx, repetitions, sequences, columns, key, value, num_sequences):
         """
         Store the rows of one pass in place.
@@ -60,10 +81,10 @@ class SpeedCache(Cache):
         """Columns that there is room for."""
         return self.stores[0].num_columns
 
-    def reserve(self, num_columns: int):
-        """Make room for columns 0 .. num_columns - 1 of every sequence."""
+    def reserve(self, num_columns: int, at_most: int | None = None):
+        """Make room for columns 0 .. num_columns - 1 of every sequence; `at_most` columns will ever be asked for."""
         for store in self.stores:
-            store.reserve(num_columns)
+            store.reserve(num_columns, at_most)
 
     def set_length(self, num_columns: int):
         """Declare columns 0 .. num_columns - 1 valid in every slot, and everything after them absent."""
@@ -91,10 +112,11 @@ class _Store:
         self.keys = key.new_zeros(*shape, key.shape[-1], dtype=dtype)
         self.values = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
 
-    def reserve(self, num_columns):
+    def reserve(self, num_columns, at_most=None):
         if num_columns <= self.num_columns:
             return
         num_columns = -(-max(num_columns, 2 * self.num_columns) // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
+        num_columns = num_columns if at_most is None else min(num_columns, at_most)
         more, self.num_columns = num_columns - self.num_columns, num_columns
         if self.keys is not None:
             self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))

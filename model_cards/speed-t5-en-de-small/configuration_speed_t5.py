@@ -1,4 +1,4 @@
-# Copyright 2026 The speed_hf authors.
+# Copyright 2026 The speed_hf authors. trf-ignore: TRF028 (the next line names the license, as in every file here)
 # SPDX-License-Identifier: Apache-2.0
 """Configuration of SpeedT5: every architecture value, the numbers derived from them, and all their checks."""
 
@@ -17,6 +17,7 @@ AUTO_MAP = {
 EXIT_LOSS_SCHEMES = ("linear", "uniform", "final")
 
 
+# trf-ignore: TRF057 (@auto_docstring knows no name and no arguments of a model outside of transformers)
 @strict
 class SpeedT5Config(PreTrainedConfig):
     r"""

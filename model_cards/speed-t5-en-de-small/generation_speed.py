@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, GenerationMode, MaxLengthCriteria
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    MaxLengthCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from .cache_speed import SpeedCache, memory_dtype
 from .packed_speed import PackedWeights
 from .rows_speed import RowsInFlight
-from .window_speed import Window
+from .window_speed import NO_TOKEN, Window
 
 
 # Every option of pipelined decoding and its default. They live on the generation config, so they are saved with it.
@@ -22,11 +29,20 @@ SPEED_OPTIONS = {
     "speed_trace": False,  # keep what every pass computed, for pictures and tests
 }
 
+# Logits processors that remember what they were called with, and the options that set them up. A pipeline also calls
+# them for tokens that it takes back later.
+STATEFUL_PROCESSORS = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
+
 
 @dataclass
 class SpeedGenerateOutput(GenerateDecoderOnlyOutput):
     """
     Output of `generate(speed=True, return_dict_in_generate=True)`: as of plain decoding, and what the pipeline did.
+
+    `scores` and `logits` of a sequence are 0 behind its end, where plain decoding has those of the padding.
 
     Args:
         speed_stats (`dict`):
@@ -48,8 +64,7 @@ class SpeedGenerationMixin(GenerationMixin):
     Generation with the option `speed=True`.
 
     A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a
-    config with
-    `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
+    config with `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
 
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
     """
@@ -83,15 +98,6 @@ class SpeedGenerationMixin(GenerationMixin):
                     f"`{name}` must not be set with `speed=True`, where a pass mixes several repetitions: "
                     "set `speed=False`, or call `forward` on the finished sequences."
                 )
-        if generation_config.guidance_scale not in (None, 1):
-            raise ValueError(
-                "`guidance_scale` must not be set with `speed=True`, since its processor keeps a cache that "
-                "invalidated tokens would spoil: set `speed=False`."
-            )
-        if generation_config.prefill_chunk_size is not None:
-            raise ValueError(
-                "`prefill_chunk_size` must not be set with `speed=True`: leave it out, or set `speed=False`."
-            )
         if generation_config.use_cache is False:
             raise ValueError("`use_cache` must not be False with `speed=True`: leave it out, or set `speed=False`.")
         if generation_mode_kwargs.get("synced_gpus"):
@@ -132,10 +138,12 @@ class SpeedGenerationMixin(GenerationMixin):
             )
         if model_kwargs.get("cache") is None:
             model_kwargs["cache"] = SpeedCache(self.config.num_unique_layers, self.config.num_repetitions)
+        elif type(model_kwargs["cache"]) is DynamicCache:
+            model_kwargs["cache"] = SpeedCache.from_dynamic(model_kwargs["cache"], self.config.num_unique_layers)
         elif not isinstance(model_kwargs["cache"], SpeedCache):
             raise TypeError(
-                f"`cache` must come from `generate(speed=True)`, got {type(model_kwargs['cache']).__name__}: leave "
-                "it out, or set `speed=False`."
+                f"`cache` must come from `generate` or be a DynamicCache, got {type(model_kwargs['cache']).__name__}: "
+                "leave it out, or set `speed=False`."
             )
 
     def _sample(
@@ -158,14 +166,29 @@ class SpeedGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
-        if model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "`inputs_embeds` must not be given with `speed=True`: pass `input_ids`, or set `speed=False`."
-            )
+        for processor in logits_processor:
+            if type(processor) in STATEFUL_PROCESSORS:
+                raise ValueError(
+                    f"`{STATEFUL_PROCESSORS[type(processor)]}` must not be set with `speed=True`, since its processor "
+                    "remembers tokens that the pipeline may take back: set `speed=False`."
+                )
         run = _SpeedRun(
             self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
         )
         return run.decode()
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+
+    def generate_batch(self, *args, **kwargs):
+        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+
+
+# There, transformers would lose the position bias and, without a word, return no tokens.
+_NO_CONTINUOUS_BATCHING = (
+    "Continuous batching must not be used with this model, whose attention has a position bias: call "
+    "`generate(speed=True)` with a left-padded batch, where sequences leave as they finish."
+)
 
 
 class _SpeedRun:
@@ -175,46 +198,86 @@ class _SpeedRun:
         self, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
     ):
         self.model = model
-        self.cache = model_kwargs["cache"]
-        if self.cache.get_seq_length() >= input_ids.shape[1]:
-            raise ValueError(
-                "`input_ids` must hold the whole text with more tokens than the cache's "
-                f"{self.cache.get_seq_length()}, got {input_ids.shape[1]}: pass the returned sequences with the new "
-                "tokens after them."
-            )
         self.generation_config = generation_config
-        max_length = stopping_criteria.max_length or generation_config.max_length
-        seen = model_kwargs.get("attention_mask")
-        seen = None if seen is None or bool(seen.all()) else seen.bool()
-        prefix = model_kwargs.get("prefix_mask")
         self.device = input_ids.device
+        self.cache = model_kwargs["cache"]
+        self.prompt_embeds = model_kwargs.get("inputs_embeds")
+        self.num_passes = self.num_rows = 0
+        seen, prefix = model_kwargs.get("attention_mask"), model_kwargs.get("prefix_mask")
+        # transformers drops a mask without zeros and keeps its length.
+        mask_length = getattr(generation_config, "_mask_length", None) if seen is None else seen.shape[1]
+        self.num_hidden_columns = hidden = self._num_hidden_columns(input_ids, mask_length)
+        prompt = torch.nn.functional.pad(input_ids, (hidden, 0))
+        num_cached = self.cache.get_seq_length()
+        if generation_config.prefill_chunk_size is not None:
+            num_cached = self._run_chunks(prompt, generation_config.prefill_chunk_size, seen, prefix)
+        max_length = hidden + (stopping_criteria.max_length or generation_config.max_length)
+        seen = None if seen is None or bool(seen.all()) else seen.bool()
         self.window = Window(
-            input_ids.cpu().numpy(),
+            prompt.cpu().numpy(),
             max_length,
             model.config.num_repetitions,
             None if generation_config._eos_token_tensor is None else generation_config._eos_token_tensor.cpu().numpy(),
             seen=None if seen is None else seen.cpu().numpy(),
-            num_cached=self.cache.get_seq_length(),
+            num_cached=num_cached,
             overlap_prompt=generation_config.speed_prompt_overlap,
         )
         self.rows = RowsInFlight(
             self.cache,
             len(input_ids),
+            max_length,
             self.device,
             memory_dtype(model.dtype, self.device),
             seen=None if seen is None else _pad_columns(seen, max_length, True),
             prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
             multiply=PackedWeights.of(model),
         )
-        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device)
-        self.stop = _StopCheck(self.window, stopping_criteria, self.device)
+        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden)
+        self.stop = _StopCheck(
+            self.window, stopping_criteria, self.device, hidden, generation_config._pad_token_tensor
+        )
         self.streamer = None
         if streamer is not None:
             self.streamer = _Streaming(self.window, streamer, self.stop, generation_config._pad_token_tensor)
         self.states = None  # (R, hidden_size) of the last pass
         self.state_index = np.zeros_like(self.window.tokens)  # row of the last pass that holds a position's state
-        self.num_passes = self.num_rows = 0
         self.trace = [] if generation_config.speed_trace else None
+
+    def _num_hidden_columns(self, input_ids, mask_length):
+        """Positions of the prompt before `input_ids`, whose tokens nobody is shown: they are embedded or cached."""
+        given, num_cached = input_ids.shape[1], self.cache.get_seq_length()
+        if self.prompt_embeds is not None:
+            hidden = self.prompt_embeds.shape[1] - given
+        else:
+            # As in plain decoding, only the new tokens may be given if the mask covers those in the cache too.
+            hidden = 0 if mask_length in (None, given) else num_cached
+        if mask_length not in (None, hidden + given):
+            raise ValueError(
+                f"`attention_mask` must have a column for each of the {hidden + given} positions of the prompt, got "
+                f"{mask_length}: pass that of the tokenizer, after columns for what the cache holds."
+            )
+        if num_cached >= hidden + given:
+            raise ValueError(
+                f"`input_ids` must hold the whole text with more tokens than the cache's {num_cached}, got {given}: "
+                "pass the returned sequences with the new tokens after them."
+            )
+        return hidden
+
+    @torch.no_grad()
+    def _run_chunks(self, prompt, size, seen, prefix):
+        """Fill the cache with all but the last chunk of the prompt, chunk by chunk; returns the columns it holds."""
+        if self.prompt_embeds is not None:
+            raise ValueError("`prefill_chunk_size` must not be set with `inputs_embeds`: leave one of them out.")
+        start = self.cache.get_seq_length()
+        while prompt.shape[1] - start > size:
+            stop = start + size
+            masks = {"attention_mask": seen, "prefix_mask": prefix}
+            masks = {name: mask[:, :stop] for name, mask in masks.items() if mask is not None}
+            self.model(prompt[:, start:stop], cache=self.cache, use_cache=True, logits_to_keep=1, **masks)
+            self.num_passes += self.cache.num_repetitions
+            self.num_rows += self.cache.num_repetitions * prompt[:, start:stop].numel()
+            start = stop
+        return start
 
     @torch.no_grad()
     def decode(self):
@@ -235,16 +298,17 @@ class _SpeedRun:
         self.rows.place(sequences, columns, repetitions, meets_prefix)
         self.states = self.model.run_repetition(self._states(sequences, columns, repetitions), self.rows)
         self.state_index[sequences, columns] = np.arange(len(columns))
-        window.advance(sequences, columns)
+        predicting = window.advance(sequences, columns)
         self.num_passes += 1
         self.num_rows += len(columns)
         if self.trace is not None:
             tokens = window.tokens[sequences, columns]
             self.trace.append(torch.from_numpy(np.stack([sequences, columns, repetitions + 1, tokens], axis=1)))
+        if not len(predicting):
+            return
 
         states = self.states
-        if window.first < window.prompt_length - 1:
-            predicting = (columns >= window.prompt_length - 1).nonzero()[0]
+        if len(predicting) < len(columns):
             sequences, columns, states = sequences[predicting], columns[predicting], self._rows(states, predicting)
         logits = self.model.exit_logits(states, self.rows)
         window.verify(sequences, columns, self.choose(sequences, columns, logits))
@@ -263,21 +327,26 @@ class _SpeedRun:
             self.state_index[sequences[num_starting:], columns[num_starting:]],
         )
         parts = []
-        if num_starting:
-            tokens = torch.from_numpy(self.window.tokens[sequences, columns]).to(self.device)
-            parts.append(self.model.embed(tokens))
+        if num_starting and self.prompt_embeds is not None and self.states is None:  # the prompt starts first, alone
+            parts.append(self.prompt_embeds[self._tensor(sequences), self._tensor(columns)])
+        elif num_starting:
+            parts.append(self.model.embed(self._tensor(self.window.tokens[sequences, columns])))
         if len(carried):
             parts.append(self._rows(self.states, carried))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, states, index):
-        return states.index_select(0, torch.from_numpy(index).to(self.device))
+        return states.index_select(0, self._tensor(index))
+
+    def _tensor(self, array):
+        return torch.from_numpy(array).to(self.device)
 
     def _output(self):
         window, length = self.window, self.stop.length
-        sequences = torch.from_numpy(window.tokens[:, :length].copy()).to(self.device)
+        shown = slice(self.num_hidden_columns, length)
+        sequences = self._tensor(window.tokens[:, shown].copy())
         if self.stop.pads_finished:
-            after_end = torch.from_numpy(window.columns[:length] >= self.stop.lengths[:, None]).to(self.device)
+            after_end = self._tensor(window.columns[shown] >= self.stop.lengths[:, None])
             sequences = sequences.masked_fill(after_end, self.generation_config._pad_token_tensor)
         self.cache.set_length(length - 1)  # as in plain decoding, the last token has no keys
         if not self.generation_config.return_dict_in_generate:
@@ -310,9 +379,10 @@ class _TokenChoice:
     text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
     """
 
-    def __init__(self, window, logits_processor, generation_config, device):
+    def __init__(self, window, logits_processor, generation_config, device, num_hidden_columns):
         self.window = window
         self.device = device
+        self.num_hidden_columns = num_hidden_columns
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
         self.noise = {}  # number of a new token from 0 -> (B, V) float32; only those that may still be asked for
@@ -344,7 +414,8 @@ class _TokenChoice:
             batch = logits.new_zeros(len(self.window.tokens), logits.shape[1])
             batch[places] = logits[rows]
             # Sequences that are not there yet hold NO_TOKEN.
-            prefix = torch.from_numpy(self.window.tokens[:, : column + 1].clip(min=0)).to(self.device)
+            shown = self.window.tokens[:, self.num_hidden_columns : column + 1]
+            prefix = torch.from_numpy(shown.clip(min=0)).to(self.device)
             scores[rows] = self.logits_processor(prefix, batch)[places]
         return scores
 
@@ -407,9 +478,11 @@ class _StopCheck:
         pads_finished (`bool`): whether finished sequences are filled up with padding.
     """
 
-    def __init__(self, window, stopping_criteria, device):
+    def __init__(self, window, stopping_criteria, device, num_hidden_columns, pad_token_id):
         self.window = window
+        self.pad_token_id = pad_token_id
         self.device = device
+        self.num_hidden_columns = num_hidden_columns
         self.max_length = window.last_column + 1
         # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are
         # called.
@@ -425,6 +498,7 @@ class _StopCheck:
         ]
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.finished = np.zeros_like(window.num_committed, dtype=bool)
+        self.num_asked = window.prompt_length  # columns that the other criteria have seen
         self.lengths = window.num_committed.copy()
         self.in_flight = ~self.finished
 
@@ -440,29 +514,50 @@ class _StopCheck:
             lengths = np.minimum(committed - num_new + step + 1, committed)
             here = ~self.finished & (step < num_new)
             self.lengths = np.where(here, lengths, self.lengths)
-            self.finished = self.finished | (here & self._stops(lengths, here))
+            self.finished = self.finished | (here & self._stops(lengths))
+        self._ask_others()
         if self.pads_finished:
             self.in_flight = ~self.finished
         elif bool(self.finished.all()):
             # Without an end-of-sequence token plain decoding lets every sequence go on until the last one stops.
-            self.lengths = np.full_like(self.lengths, self.length)
-            self.in_flight = committed < self.lengths
+            self.in_flight = committed < self.length
+            if not self.in_flight.any():
+                self.lengths = np.full_like(self.lengths, self.length)
 
-    def _stops(self, lengths, here):
+    def _ask_others(self):
+        """Call the other criteria once per step that all sequences have reached: they may know the batch by heart."""
+        while self.other:
+            ends = self.finished & self.pads_finished
+            reached = int(np.where(ends, self.length, self.window.num_committed).min())
+            if self.num_asked >= min(reached, self.length):
+                return
+            self.num_asked += 1
+            shown = slice(self.num_hidden_columns, self.num_asked)
+            tokens = self.window.tokens[:, shown].copy()
+            if self.pads_finished:
+                tokens[ends[:, None] & (self.window.columns[shown] >= self.lengths[:, None])] = int(self.pad_token_id)
+            tokens, stops = torch.from_numpy(tokens).to(self.device), False
+            for criterion in self.other:  # every one, since a criterion may count its calls
+                stops = stops | torch.as_tensor(criterion(tokens, None)).cpu().numpy()
+            # Sequences may be ahead of this step; what they have committed behind it is dropped.
+            cut = stops & (self.lengths >= self.num_asked)
+            self.lengths = np.where(cut, self.num_asked, self.lengths)
+            self.finished = self.finished | cut
+
+    def _stops(self, lengths):
         stops = lengths >= self.max_length
         token = self.window.tokens[np.arange(len(lengths)), lengths - 1]
         for eos_token_ids in self.eos:
             stops |= (token[:, None] == eos_token_ids).any(1)
-        if self.other:
-            for row in here.nonzero()[0].tolist():
-                prefix = torch.from_numpy(self.window.tokens[row : row + 1, : lengths[row]].copy()).to(self.device)
-                for criterion in self.other:  # every one, since a criterion may count its calls
-                    stops[row] |= bool(criterion(prefix, None))
         return stops
 
 
 class _Streaming:
-    """Hands a streamer the committed tokens of all sequences, one step at a time, in order and once."""
+    """
+    Hands a streamer the committed tokens of all sequences, one step at a time, in order and once.
+
+    A streamer that has `put_draft` (see `TextDiffusionStreamer`) also gets the guesses behind them, for one sequence.
+    """
 
     def __init__(self, window, streamer, stop, pad_token_id):
         self.window, self.streamer, self.stop, self.pad_token_id = window, streamer, stop, pad_token_id
@@ -478,6 +573,11 @@ class _Streaming:
                 tokens[column >= stop.lengths] = int(self.pad_token_id)
             self.streamer.put(torch.from_numpy(tokens))
             self.num_streamed += 1
+        if len(self.window.tokens) == 1 and hasattr(self.streamer, "put_draft") and stop.in_flight[0]:
+            draft = self.window.tokens[:, self.num_streamed : self.window.stop + 1]
+            draft = draft[draft != NO_TOKEN]
+            if len(draft):
+                self.streamer.put_draft(torch.from_numpy(draft)[None])
 
     def end(self):
         self.streamer.end()

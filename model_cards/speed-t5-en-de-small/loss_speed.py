@@ -19,6 +19,7 @@ def multi_exit_loss(
     z_loss: float = 0.0,
     num_items_in_batch: torch.Tensor | int | None = None,
     logit_scale: float = 1.0,
+    shift_labels: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Weighted next-token loss sum_i w_i L_i over the exits, with the head applied to labelled positions only.
@@ -39,6 +40,9 @@ def multi_exit_loss(
             Default: the labelled positions of this batch.
         logit_scale (`float`, defaults to 1.0):
             Factor between the head's product and the logits.
+        shift_labels (`torch.LongTensor` of shape `(B, L)`, *optional*):
+            Token ids aligned with the scores that predict them, instead of `labels`: what a shard of a longer sequence
+            is to predict, its last position included.
 
     Returns:
         `tuple(torch.Tensor, torch.Tensor)`: the loss of shape `()`, and the detached losses of the exits of shape
@@ -46,10 +50,12 @@ def multi_exit_loss(
 
     Source: Hooper et al. 2023, equation of the intermediate losses; the z-loss of T5X.
     """
-    targets = labels[:, 1:].reshape(-1)
+    targets = labels[:, 1:] if shift_labels is None else shift_labels
+    length = targets.shape[1]
+    targets = targets.reshape(-1)
     labelled = (targets != -100).nonzero().squeeze(-1)
     targets = targets[labelled]
-    rows = [states[:, :-1].reshape(-1, states.shape[-1])[labelled] for states in exit_states]
+    rows = [states[:, :length].reshape(-1, states.shape[-1])[labelled] for states in exit_states]
     exit_sums = _HeadCrossEntropy.apply(head_weight, targets, tuple(exit_weights), z_loss, logit_scale, *rows)
     # A batch without any label has loss 0, not 0 / 0.
     num_items = max(targets.numel(), 1) if num_items_in_batch is None else num_items_in_batch

@@ -1,4 +1,4 @@
-# Copyright 2026 The speed_hf authors.
+# Copyright 2026 The speed_hf authors. trf-ignore: TRF028 (the next line names the license, as in every file here)
 # SPDX-License-Identifier: Apache-2.0
 """SpeedT5: a decoder-only T5 whose K layers are shared cyclically G times, with an exit after every repetition."""
 
@@ -21,6 +21,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .cache_speed import memory_dtype
 from .configuration_speed_t5 import SpeedT5Config
 from .generation_speed import SpeedGenerationMixin
 from .loss_speed import multi_exit_loss
@@ -354,6 +355,8 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
 
     def _whole_sequences(self, hidden_states, attention_mask, position_ids, prefix_mask, cache):
         num_queries, device = hidden_states.shape[1], hidden_states.device
+        # As the pipeline does it, so that both write the same text; and faster than in bfloat16 on a CPU.
+        attention_dtype = None if torch.is_grad_enabled() else memory_dtype(hidden_states.dtype, device)
         num_past = cache.get_seq_length() if cache is not None else 0
         # A static cache is longer than what it holds, and gives its length as a tensor that will change.
         num_keys = cache.get_mask_sizes(num_queries, 0)[0] if cache is not None else num_queries
@@ -365,7 +368,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
                     f"{attention_mask.dtype}: convert it."
                 )
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-            return WholeSequences(query_positions, num_keys, visible, cache)
+            return WholeSequences(query_positions, num_keys, visible, cache, attention_dtype)
 
         visible = (torch.arange(num_keys, device=device) <= query_positions[:, None])[None]
         if prefix_mask is not None:
@@ -377,7 +380,7 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         elif position_ids is not None and num_keys == num_queries:
             segments = packed_segments(position_ids)
             visible = visible & (segments[:, :, None] == segments[:, None])
-        return WholeSequences(query_positions, num_keys, visible[:, None], cache)
+        return WholeSequences(query_positions, num_keys, visible[:, None], cache, attention_dtype)
 
 
 @lru_cache(maxsize=32)
@@ -482,6 +485,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        # CODEPATH: the prompt of a prefix-LM (speed-t5-en-de-small) is its prefix; a causal model has none.
         if self.config.prefix_lm and model_kwargs.get("prefix_mask") is None and model_kwargs.get("cache") is None:
             model_kwargs["prefix_mask"] = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         return inputs, name, model_kwargs
@@ -525,14 +529,17 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
             Target ids aligned with `input_ids` (they are shifted inside); -100 where there is no loss.
         prefix_mask (`torch.Tensor` of shape `(B, P)`, *optional*):
             True (or 1) at cache columns that attend to each other in both directions; columns from P on are causal.
-            With
-            `config.prefix_lm` it defaults, given `labels`, to the positions of each (packed) sequence before its first
-            label, and in `generate` to the prompt.
+            With `config.prefix_lm` it defaults, given `labels`, to the positions of each (packed) sequence before its
+            first label, and in `generate` to the prompt.
         return_exit_logits (`bool`, *optional*, defaults to `False`):
             Whether to return the scores of every exit.
         num_items_in_batch (`int` or `torch.Tensor`, *optional*):
             What the summed loss is divided by; the Trainer passes the labels of a whole accumulated batch.
         """
+        # Target ids aligned with the scores that predict them, in place of `labels`. No named argument: the Trainer
+        # takes every name with "label" in it for something that a batch must have.
+        shift_labels = kwargs.pop("shift_labels", None)
+        # CODEPATH: speed-t5-en-de-small is a prefix-LM, as models for translation are; language models are causal.
         if labels is not None and prefix_mask is None and self.config.prefix_lm:
             prefix_mask = prefix_before_labels(labels, position_ids if attention_mask is None else None)
         outputs: SpeedT5ModelOutput = self.model(
@@ -557,6 +564,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
                 z_loss=self.config.z_loss,
                 num_items_in_batch=num_items_in_batch,
                 logit_scale=self._logit_scale,
+                shift_labels=shift_labels,
             )
         if return_exit_logits:
             exit_logits = tuple(self._head(slice_logits_to_keep(states, logits_to_keep)) for states in exit_states)

@@ -46,15 +46,16 @@ class WholeSequences:
         num_keys (`int`): S, columns of the keys.
         visible (`torch.Tensor` of shape `(B or 1, 1, L, S)`): bool, True where a query may see a key.
         cache (`Cache`, *optional*): written and read with one slot per (repetition, layer).
+        attention_dtype (`torch.dtype`, *optional*): of attention. Default: that of the hidden states.
     """
 
     multiply = staticmethod(multiply)
-    attention_dtype = None  # that of the hidden states
 
-    def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None):
+    def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None, attention_dtype=None):
         self.blocks = [QueryBlock(query_positions[None], visible)]
         self.num_keys = self.num_columns = num_keys
         self.cache = cache
+        self.attention_dtype = attention_dtype
         self.bias_lines: dict[bool, torch.Tensor] = {}  # made by the model
         self.first_slot = 0  # slot of the repetition's first layer; moved on by the model after each repetition
         self.attention_masks = None  # one float tensor per block, made by the model once per pass
@@ -64,7 +65,8 @@ class WholeSequences:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.update(key, value, self.first_slot + layer_idx)
-        return [(query, key, value)]
+        dtype = self.attention_dtype or query.dtype
+        return [(query.to(dtype), key.to(dtype), value.to(dtype))]
 
     def leave(self, outputs):
         """Attention outputs `(B, L, H, D)` per block -> the outputs in the order of the hidden states."""
@@ -82,6 +84,7 @@ class RowsInFlight:
     Args:
         cache ([`SpeedCache`]): where keys and values are kept.
         num_sequences (`int`): B.
+        max_columns (`int`): columns that will ever be placed.
         device (`torch.device`): of the model.
         attention_dtype (`torch.dtype`): of keys, values and masks.
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
@@ -89,9 +92,12 @@ class RowsInFlight:
         multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
     """
 
-    def __init__(self, cache, num_sequences, device, attention_dtype, seen=None, prefix=None, multiply=multiply):
+    def __init__(
+        self, cache, num_sequences, max_columns, device, attention_dtype, seen=None, prefix=None, multiply=multiply
+    ):
         self.cache = cache
         self.num_sequences = num_sequences
+        self.max_columns = max_columns
         self.device = device
         self.seen, self.prefix = seen, prefix
         self.multiply = multiply
@@ -113,7 +119,7 @@ class RowsInFlight:
         """
         self.attention_masks = None
         self.num_keys = int(columns.max()) + 1
-        self.cache.reserve(self.num_keys)
+        self.cache.reserve(self.num_keys, self.max_columns)
         if self.num_columns != self.cache.num_columns:
             self.num_columns, self.bias_lines = self.cache.num_columns, {}
         self.index = tuple(self._tensor(index) for index in (repetitions, sequences, columns))
@@ -121,24 +127,21 @@ class RowsInFlight:
         cells = repetitions * self.num_sequences + sequences
         counts = np.bincount(cells, minlength=self.cache.num_repetitions * self.num_sequences)
         places = np.arange(len(cells)) - (counts.cumsum() - counts)[cells]
-        widths = counts.reshape(-1, self.num_sequences).max(1)
+        widths = counts.reshape(-1, self.num_sequences).max(1).tolist()
         # The prompt is a block of many columns in one repetition; everything else is a column or a few per repetition.
         # One attention call over both would give every repetition room for a whole prompt, so the prompt gets its own.
-        widest = int(widths.argmax())
-        rest = int(np.delete(widths, widest).max(initial=0))
+        widest = widths.index(max(widths))
+        rest = max(widths[:widest] + widths[widest + 1 :], default=0)
         bounds = [0, widest, widest + 1, len(widths)] if widths[widest] > 4 * rest > 0 else [0, len(widths)]
         self.blocks = []
         for start, stop in pairwise(bounds):
-            used = widths[start:stop].nonzero()[0]
-            if len(used):
-                start, stop = start + int(used[0]), start + int(used[-1]) + 1
-                rows = slice(*cells.searchsorted([start * self.num_sequences, stop * self.num_sequences]).tolist())
-                spread = (cells[rows] - start * self.num_sequences) * widths[start:stop].max() + places[rows]
-                self.blocks.append(
-                    self._block(
-                        columns[rows], rows, slice(start, stop), widths[start:stop].max(), spread, meets_prefix
-                    )
-                )
+            used = [repetition for repetition in range(start, stop) if widths[repetition]]
+            if used:
+                start, stop = used[0], used[-1] + 1
+                width, first_cell = max(widths[start:stop]), start * self.num_sequences
+                rows = slice(*cells.searchsorted([first_cell, stop * self.num_sequences]).tolist())
+                spread = (cells[rows] - first_cell) * width + places[rows]
+                self.blocks.append(self._block(columns[rows], rows, slice(start, stop), width, spread, meets_prefix))
 
     def _block(self, positions, rows, repetitions, width, spread, meets_prefix):
         repeats = repetitions.stop - repetitions.start
@@ -148,7 +151,7 @@ class RowsInFlight:
             source[spread] = np.arange(len(positions))
             positions = positions[source]
             spread, source = self._tensor(spread), self._tensor(source)
-        positions = self._tensor(positions).view(-1, int(width))
+        positions = self._tensor(positions).view(-1, width)
         visible = None
         if meets_prefix or self.seen is not None:
             key_positions = torch.arange(self.num_keys, device=self.device)

@@ -5,6 +5,7 @@
 import numpy as np
 
 
+PATIENCE = 32  # tokens in a row whose prediction changes at the last exit before a sequence stops guessing
 NO_TOKEN = -1  # what stands after the youngest token of a sequence; no prediction equals it
 
 
@@ -34,6 +35,9 @@ class Window:
         done (`np.ndarray` of shape `(B, max_length)`, int64): repetitions behind each position, 0 .. G.
         num_committed (`np.ndarray` of shape `(B,)`, int64): leading columns whose token is final, prompt included.
         changed (`np.ndarray` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
+        watched (`np.ndarray` of shape `(B, max_length)`): bool, whether exit 1 of the position was asked.
+        first_exit (`np.ndarray` of shape `(B,)`, int64): exit from which on a sequence's predictions are asked for.
+            1, or G where guessing is in vain: then the next position waits, and a token costs what it costs plainly.
     """
 
     def __init__(
@@ -52,6 +56,9 @@ class Window:
             # The last prompt position predicts the first new token, so it is computed even where it counts as padding.
             self.done[:, : self.prompt_length - 1][~seen[:, :-1]] = num_repetitions
         self.changed = np.zeros((batch_size, max_length, num_repetitions), dtype=bool)
+        self.watched = np.zeros((batch_size, max_length), dtype=bool)
+        self.num_late = np.zeros(batch_size, dtype=np.int64)  # newest tokens in a row that the last exit changed
+        self.first_exit = np.ones(batch_size, dtype=np.int64)
         self.num_committed = np.full(batch_size, self.prompt_length)
         # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished
         # sequences.
@@ -78,8 +85,15 @@ class Window:
         return sequences[order], places[order] + self.first, repetitions[order]
 
     def advance(self, sequences, columns):
-        """Count one more repetition for the rows of a pass."""
+        """
+        Count one more repetition for the rows of a pass.
+
+        Returns:
+            `np.ndarray`: indices of the rows whose predictions are wanted.
+        """
         self.done[sequences, columns] += 1
+        exits = self.done[sequences, columns]
+        return ((columns >= self.prompt_length - 1) & (exits >= self.first_exit[sequences])).nonzero()[0]
 
     def verify(self, sequences, columns, predictions):
         """
@@ -99,7 +113,9 @@ class Window:
         new[sequences, places] = predictions
         differs = new != old
         exits = self.done[sequences, columns]
-        self.changed[sequences, columns, exits - 1] = differs[sequences, places] & (exits > 1)
+        guessed = old[sequences, places] != NO_TOKEN
+        self.changed[sequences, columns, exits - 1] = differs[sequences, places] & guessed & (exits > 1)
+        self.watched[sequences, columns] = (exits == 1) | (guessed & self.watched[sequences, columns])
 
         first_difference = differs.argmax(1)
         every = np.arange(len(old))
@@ -135,7 +151,17 @@ class Window:
         committed = np.where(running, np.maximum(complete + 1, self.prompt_length), self.num_committed)
         num_new = committed - self.num_committed
         self.num_committed = committed
+        if num_new.any():
+            self._hold_back(num_new > 0)
         return num_new
+
+    def _hold_back(self, grown):
+        """Stop guessing in sequences where it is in vain, and try a token now and then."""
+        position = np.arange(len(grown)), self.num_committed - 2  # that predicted the newest token
+        late = self.changed[..., -1][position] | ~self.watched[position]
+        self.num_late = np.where(grown, np.where(late, self.num_late + 1, 0), self.num_late)
+        in_vain = (self.num_late >= PATIENCE) & (self.num_late % PATIENCE > 0)
+        self.first_exit = np.where(in_vain, self.num_repetitions, 1)
 
     def leave(self, running):
         """Take sequences that are not `running` out of flight, and move the window on to what is left."""
@@ -146,8 +172,9 @@ class Window:
         self.stop = max(int(self.end.max()), self.first + 1)
 
     def flip_rates(self):
-        """Share of the committed predictions that changed at exits 2 .. G, `dict[int, float]`."""
+        """Share of the committed predictions, of those made from exit 1 on, that changed at exits 2 .. G: `dict`."""
         predicting = (self.columns >= self.prompt_length - 1) & (self.columns < self.num_committed[:, None] - 1)
+        predicting &= self.watched
         num_predictions = max(int(predicting.sum()), 1)
         flips = (self.changed & predicting[..., None]).sum((0, 1)).tolist()
         return {exit_: flips[exit_ - 1] / num_predictions for exit_ in range(2, self.num_repetitions + 1)}

@@ -233,7 +233,9 @@ class _SpeedRun:
             multiply=PackedWeights.of(model),
         )
         self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden)
-        self.stop = _StopCheck(self.window, stopping_criteria, self.device, hidden)
+        self.stop = _StopCheck(
+            self.window, stopping_criteria, self.device, hidden, generation_config._pad_token_tensor
+        )
         self.streamer = None
         if streamer is not None:
             self.streamer = _Streaming(self.window, streamer, self.stop, generation_config._pad_token_tensor)
@@ -476,8 +478,9 @@ class _StopCheck:
         pads_finished (`bool`): whether finished sequences are filled up with padding.
     """
 
-    def __init__(self, window, stopping_criteria, device, num_hidden_columns):
+    def __init__(self, window, stopping_criteria, device, num_hidden_columns, pad_token_id):
         self.window = window
+        self.pad_token_id = pad_token_id
         self.device = device
         self.num_hidden_columns = num_hidden_columns
         self.max_length = window.last_column + 1
@@ -495,6 +498,7 @@ class _StopCheck:
         ]
         self.pads_finished = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.finished = np.zeros_like(window.num_committed, dtype=bool)
+        self.num_asked = window.prompt_length  # columns that the other criteria have seen
         self.lengths = window.num_committed.copy()
         self.in_flight = ~self.finished
 
@@ -510,25 +514,41 @@ class _StopCheck:
             lengths = np.minimum(committed - num_new + step + 1, committed)
             here = ~self.finished & (step < num_new)
             self.lengths = np.where(here, lengths, self.lengths)
-            self.finished = self.finished | (here & self._stops(lengths, here))
+            self.finished = self.finished | (here & self._stops(lengths))
+        self._ask_others()
         if self.pads_finished:
             self.in_flight = ~self.finished
         elif bool(self.finished.all()):
             # Without an end-of-sequence token plain decoding lets every sequence go on until the last one stops.
-            self.lengths = np.full_like(self.lengths, self.length)
-            self.in_flight = committed < self.lengths
+            self.in_flight = committed < self.length
+            if not self.in_flight.any():
+                self.lengths = np.full_like(self.lengths, self.length)
 
-    def _stops(self, lengths, here):
+    def _ask_others(self):
+        """Call the other criteria once per step that all sequences have reached: they may know the batch by heart."""
+        while self.other:
+            ends = self.finished & self.pads_finished
+            reached = int(np.where(ends, self.length, self.window.num_committed).min())
+            if self.num_asked >= min(reached, self.length):
+                return
+            self.num_asked += 1
+            shown = slice(self.num_hidden_columns, self.num_asked)
+            tokens = self.window.tokens[:, shown].copy()
+            if self.pads_finished:
+                tokens[ends[:, None] & (self.window.columns[shown] >= self.lengths[:, None])] = int(self.pad_token_id)
+            tokens, stops = torch.from_numpy(tokens).to(self.device), False
+            for criterion in self.other:  # every one, since a criterion may count its calls
+                stops = stops | torch.as_tensor(criterion(tokens, None)).cpu().numpy()
+            # Sequences may be ahead of this step; what they have committed behind it is dropped.
+            cut = stops & (self.lengths >= self.num_asked)
+            self.lengths = np.where(cut, self.num_asked, self.lengths)
+            self.finished = self.finished | cut
+
+    def _stops(self, lengths):
         stops = lengths >= self.max_length
         token = self.window.tokens[np.arange(len(lengths)), lengths - 1]
         for eos_token_ids in self.eos:
             stops |= (token[:, None] == eos_token_ids).any(1)
-        if self.other:
-            for row in here.nonzero()[0].tolist():
-                shown = slice(self.num_hidden_columns, lengths[row])
-                prefix = torch.from_numpy(self.window.tokens[row : row + 1, shown].copy()).to(self.device)
-                for criterion in self.other:  # every one, since a criterion may count its calls
-                    stops[row] |= bool(criterion(prefix, None))
         return stops
 
 

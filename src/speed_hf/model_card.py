@@ -24,7 +24,7 @@ and returns the tokens that plain decoding returns, sooner.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer({example}, return_tensors="pt")
 output = model.generate(**inputs, speed=True, max_new_tokens=128)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
