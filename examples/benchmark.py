@@ -65,11 +65,11 @@ class Script:
 
     def num_passes(self, prompt_length: int, num_new: int) -> int:
         """Group passes of the pipeline without overlap of the prompt: an exact count, see docs/performance.md."""
-        asked = self.tokens[:, prompt_length - 1 : prompt_length + num_new - 2]
+        asked = self.tokens[:, prompt_length : prompt_length + num_new - 2]  # what the prompt predicts is waited for
         changes = asked[1:] != asked[:-1]
         num_repetitions = len(self.tokens)
         last = np.where(changes.any(0), num_repetitions - changes[::-1].argmax(0), 1)
-        return num_repetitions + int(last[:-1].sum() if num_new > 2 else 0) + (num_repetitions if num_new > 1 else 0)
+        return num_repetitions + int(last.sum()) + (num_repetitions if num_new > 1 else 0)
 
 
 class ScriptedModel(SpeedT5ForCausalLM):
@@ -83,6 +83,7 @@ class ScriptedModel(SpeedT5ForCausalLM):
             num_asked = output.logits.shape[1]
             exit_ = self.config.num_hidden_layers // self.config.num_unique_layers
             columns = np.arange(output.cache.get_seq_length() - num_asked, output.cache.get_seq_length())
+            columns = columns.clip(max=self.script.tokens.shape[1] - 1)  # drafts go beyond the longest text
             tokens = torch.from_numpy(self.script.tokens[exit_ - 1, columns])
             output.logits.scatter_(2, tokens.view(1, -1, 1).expand(len(output.logits), -1, -1), CERTAIN)
         return output
@@ -194,7 +195,7 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     """All candidates in turns on the same prompt."""
     shared = models[next(name for name in models if name.endswith("speed"))][0]
     vocab_size, num_repetitions = shared.config.vocab_size, shared.config.num_repetitions
-    num_columns = args.prompt_tokens + args.new_tokens + 64  # drafts of assisted decoding go beyond the end
+    num_columns = args.prompt_tokens + args.new_tokens
     script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
     runs: dict[str, list[float]] = {
