@@ -131,7 +131,7 @@ def candidates(args, dtype: torch.dtype) -> dict:
     found[f"{name}, speed"] = model, {"speed": True}
     found[f"{name}, early exit"] = model, {"assistant_early_exit": model.config.num_unique_layers}
     found[f"{name}, prompt lookup"] = model, {"prompt_lookup_num_tokens": 4}
-    return found
+    return {name: found[name] for name in found if not name.endswith(tuple(args.leave_out))}
 
 
 def decode(model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None):
@@ -293,6 +293,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt_tokens", type=int, default=60)
     parser.add_argument("--new_tokens", type=int, default=256)
     parser.add_argument("--num_runs", type=int, default=3)
+    parser.add_argument("--leave_out", nargs="+", default=[], help="Ends of names, for example: early exit.")
     parser.add_argument("--output_dir", required=True, help="Folder for json, table and picture.")
     args = parser.parse_args(argv)
     args.num_unique_layers, args.num_repetitions = map(int, args.shape.split("x"))
