@@ -3,18 +3,13 @@
 """The benchmark on tiny sizes: it measures what it says, and its script is followed by every way of decoding."""
 
 import json
-import sys
-from pathlib import Path
 
+import benchmark
 import numpy as np
 import pytest
 import torch
 
 from speed_hf import generation_speed
-
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import benchmark
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that tries every option: no cell is blank or different, and a difference would show."""
 
-import sys
 from pathlib import Path
 
+import option_matrix
 import pytest
 import torch
 from tiny_models import flipping_model
@@ -12,8 +12,6 @@ from transformers import AutoTokenizer
 
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-import option_matrix  # noqa: E402
 
 
 @pytest.fixture(scope="module")

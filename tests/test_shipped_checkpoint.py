@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from numerics import first_difference
 from reference import oracle_passes
 from transformers import AutoTokenizer
 
@@ -40,16 +41,6 @@ def load(weights, dtype):
                 layer.mlp.wo.weight.mul_(3)
         model.generation_config.eos_token_id = None
     return model.eval()
-
-
-def first_difference(plain, speed, row, prompt_length):
-    """Number of the first new token that differs and the margin between the two best logits there, or `None`."""
-    different = (plain.sequences[row] != speed.sequences[row]).nonzero()
-    if not len(different):
-        return None
-    step = int(different[0]) - prompt_length
-    best = plain.logits[step][row].topk(2).values
-    return step, float(best[0] - best[1])
 
 
 def compare(weights, dtype, tokenizer, batch_size, number, max_new_tokens):

@@ -485,7 +485,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        # CODEPATH: the prompt of a prefix-LM (speed-t5-en-de-small) is its prefix; a causal model has none.
+        # CODEPATH: the prompt of a prefix-LM (T5X's are) is its prefix; speed-t5-en-de-small is causal and has none.
         if self.config.prefix_lm and model_kwargs.get("prefix_mask") is None and model_kwargs.get("cache") is None:
             model_kwargs["prefix_mask"] = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         return inputs, name, model_kwargs
@@ -539,7 +539,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         # Target ids aligned with the scores that predict them, in place of `labels`. No named argument: the Trainer
         # takes every name with "label" in it for something that a batch must have.
         shift_labels = kwargs.pop("shift_labels", None)
-        # CODEPATH: speed-t5-en-de-small is a prefix-LM, as models for translation are; language models are causal.
+        # CODEPATH: speed-t5-en-de-small is causal; a prefix-LM (T5X's are) reads its prompt in both directions.
         if labels is not None and prefix_mask is None and self.config.prefix_lm:
             prefix_mask = prefix_before_labels(labels, position_ids if attention_mask is None else None)
         outputs: SpeedT5ModelOutput = self.model(
