@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from speed_hf import SpeedT5Config, SpeedT5ForCausalLM, generation_speed
 from speed_hf.packed_speed import PackedWeights
+from speed_hf.rows_speed import RowsInFlight
 from speed_hf.timing import describe_environment, load_checkpoint
 
 
@@ -47,29 +48,30 @@ CERTAIN = 1e4  # a logit that decides
 
 class Script:
     """
-    The token that each exit predicts after each column: a table `(G, columns)`.
+    The token that each exit predicts after each column of each sequence: a table `(G, B, columns)`.
 
     Args:
         profile (`list[float]`): probabilities that the prediction changes at exits 2 .. G.
         num_columns (`int`): longest text.
         vocab_size (`int`): tokens are drawn from 2 on, so that none is padding or ends a text.
+        num_sequences (`int`): B; predictions change at different times in different sequences.
     """
 
-    def __init__(self, profile: list[float], num_columns: int, vocab_size: int):
+    def __init__(self, profile: list[float], num_columns: int, vocab_size: int, num_sequences: int = 1):
         draw = np.random.default_rng(0)
-        tokens = draw.integers(2, vocab_size, (len(profile) + 1, num_columns))
+        tokens = draw.integers(2, vocab_size, (len(profile) + 1, num_sequences, num_columns))
         for exit_ in range(len(profile) - 1, -1, -1):  # the last exit is right; going back, some predictions differ
-            agrees = draw.random(num_columns) >= profile[exit_]
+            agrees = draw.random((num_sequences, num_columns)) >= profile[exit_]
             tokens[exit_] = np.where(agrees, tokens[exit_ + 1], tokens[exit_])
         self.tokens = tokens
 
     def num_passes(self, prompt_length: int, num_new: int) -> int:
         """Group passes of the pipeline without overlap of the prompt: an exact count, see docs/performance.md."""
-        asked = self.tokens[:, prompt_length : prompt_length + num_new - 2]  # what the prompt predicts is waited for
+        asked = self.tokens[..., prompt_length : prompt_length + num_new - 2]  # what the prompt predicts is waited for
         changes = asked[1:] != asked[:-1]
         num_repetitions = len(self.tokens)
         last = np.where(changes.any(0), num_repetitions - changes[::-1].argmax(0), 1)
-        return num_repetitions + int(last.sum()) + (num_repetitions if num_new > 1 else 0)
+        return num_repetitions + int(last.sum(-1).max()) + (num_repetitions if num_new > 1 else 0)
 
 
 class ScriptedModel(SpeedT5ForCausalLM):
@@ -83,9 +85,9 @@ class ScriptedModel(SpeedT5ForCausalLM):
             num_asked = output.logits.shape[1]
             exit_ = self.config.num_hidden_layers // self.config.num_unique_layers
             columns = np.arange(output.cache.get_seq_length() - num_asked, output.cache.get_seq_length())
-            columns = columns.clip(max=self.script.tokens.shape[1] - 1)  # drafts go beyond the longest text
-            tokens = torch.from_numpy(self.script.tokens[exit_ - 1, columns])
-            output.logits.scatter_(2, tokens.view(1, -1, 1).expand(len(output.logits), -1, -1), CERTAIN)
+            columns = columns.clip(max=self.script.tokens.shape[-1] - 1)  # drafts go beyond the longest text
+            tokens = torch.from_numpy(self.script.tokens[exit_ - 1][:, columns])
+            output.logits.scatter_(2, tokens[..., None], CERTAIN)
         return output
 
 
@@ -98,7 +100,22 @@ class ScriptedChoice(generation_speed._TokenChoice):
         tokens = super().__call__(sequences, columns, logits)
         if self.script is None:
             return tokens
-        return self.script.tokens[self.window.done[sequences, columns] - 1, columns]
+        return self.script.tokens[self.window.done[sequences, columns] - 1, sequences, columns]
+
+
+class PaddedRows(RowsInFlight):
+    """The same engine with as many rows for every sequence of a repetition as for its longest one."""
+
+    def place(self, sequences, columns, repetitions, meets_prefix=False):
+        super().place(sequences, columns, repetitions, meets_prefix)
+        num_cells = self.cache.num_repetitions * self.num_sequences
+        counts = np.bincount(repetitions * self.num_sequences + sequences, minlength=num_cells)
+        self.num_padded = int(counts.reshape(-1, self.num_sequences).max(1).sum()) * self.num_sequences
+        self.compact, self.multiply = getattr(self, "compact", self.multiply), self.multiply_padded
+
+    def multiply_padded(self, states, *linears):
+        padded = torch.nn.functional.pad(states, (0, 0, 0, max(self.num_padded - len(states), 0)))
+        return tuple(output[: len(states)] for output in self.compact(padded, *linears))
 
 
 def build_model(num_unique_layers: int, num_repetitions: int, dtype: torch.dtype) -> ScriptedModel:
@@ -129,13 +146,17 @@ def candidates(args, dtype: torch.dtype) -> dict:
             found[f"{layers} layers, stripped"] = unshared, {"speed": True}
     found[f"{name}, stock"] = model, {}
     found[f"{name}, speed"] = model, {"speed": True}
+    found[f"{name}, speed padded"] = model, {"speed": True}
     found[f"{name}, early exit"] = model, {"assistant_early_exit": model.config.num_unique_layers}
     found[f"{name}, prompt lookup"] = model, {"prompt_lookup_num_tokens": 4}
     return {name: found[name] for name in found if not name.endswith(tuple(args.leave_out))}
 
 
-def decode(model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None):
+def decode(
+    model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None, rows_class: type = RowsInFlight
+):
     """One timed run: seconds, and the statistics of the pipeline if it was one."""
+    generation_speed.RowsInFlight = rows_class  # type: ignore[misc]
     scripted = script if model.config.num_repetitions > 1 else None
     if isinstance(model, ScriptedModel):
         model.script = scripted
@@ -196,15 +217,15 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     shared = models[next(name for name in models if name.endswith("speed"))][0]
     vocab_size, num_repetitions = shared.config.vocab_size, shared.config.num_repetitions
     num_columns = args.prompt_tokens + args.new_tokens
-    script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size)
+    script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size, batch_size)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
-    runs: dict[str, list[float]] = {
-        name: [] for name in models if batch_size == 1 or not name.endswith(("early exit", "lookup"))
-    }
+    not_here = ("early exit", "lookup") if batch_size > 1 else ("padded",)
+    runs: dict[str, list[float]] = {name: [] for name in models if not name.endswith(not_here)}
     stats = {}
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:
-            seconds, stats[name] = decode(models[name][0], prompt, models[name][1], args.new_tokens, script)
+            rows_class = PaddedRows if name.endswith("padded") else RowsInFlight
+            seconds, stats[name] = decode(models[name][0], prompt, models[name][1], args.new_tokens, script, rows_class)
             runs[name] += [seconds] if repeat else []
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
@@ -237,7 +258,10 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
 
 def _check_passes(model, prompt, num_new, script):
     """The scripted pipeline needs exactly the passes that its script implies."""
+    plan = generation_speed._plan
+    generation_speed._plan = lambda *_: (None, None)  # asking all exits to the end, however vain
     _, stats = decode(model, prompt, {"speed": True, "speed_prompt_overlap": False}, num_new, script)
+    generation_speed._plan = plan
     expected = script.num_passes(prompt.shape[1], num_new)
     if stats["num_group_passes"] != expected:
         raise RuntimeError(f"the pipeline took {stats['num_group_passes']} passes, its script implies {expected}")

@@ -70,6 +70,7 @@ class DataArguments:
     source_prefix: str = field(default="", metadata={"help": "Put before every input text."})
     max_source_length: int = field(default=128, metadata={"help": "Tokens kept of the input, without special ones."})
     max_target_length: int = field(default=128, metadata={"help": "Tokens kept of the output, without special ones."})
+    drop_long_pairs: bool = field(default=False, metadata={"help": "Leave longer pairs out instead of cutting them."})
     row_length: int = field(default=512, metadata={"help": "Tokens of a packed row; a batch holds whole rows."})
     max_generate_samples: int = field(default=100, metadata={"help": "Texts written in an evaluation; 0 for none."})
     generate_batch_size: int = field(default=16, metadata={"help": "Prompts at once, per process."})
@@ -189,7 +190,12 @@ def load_split(data_args: DataArguments, split: str):
 def pack_split(pairs, tokenizer, data_args: DataArguments, name: str) -> PackedRows:
     """Packed rows of a split; says how full they are and how many pairs were cut."""
     tokenized = tokenize_pairs(
-        pairs, tokenizer, data_args.max_source_length, data_args.max_target_length, data_args.source_prefix
+        pairs,
+        tokenizer,
+        data_args.max_source_length,
+        data_args.max_target_length,
+        data_args.source_prefix,
+        data_args.drop_long_pairs,
     )
     rows = pack_pairs(tokenized, data_args.row_length, tokenizer.pad_token_id)
     logger.warning(

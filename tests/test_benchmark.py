@@ -28,9 +28,9 @@ def test_every_decoding_follows_the_script(profile):
     for options in ({}, {"speed": True}, {"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 3}):
         model.script = benchmark.ScriptedChoice.script = script
         texts.append(model.generate(prompt, max_new_tokens=40, do_sample=False, **options)[0, 7:].tolist())
-    assert texts[0] == script.tokens[-1, 6:46].tolist()
+    assert texts[0] == script.tokens[-1, 0, 6:46].tolist()
     assert all(text == texts[0] for text in texts)
-    changes = (script.tokens[1:] != script.tokens[:-1]).mean(1)
+    changes = (script.tokens[1:, 0] != script.tokens[:-1, 0]).mean(1)
     assert np.allclose(changes, profile, atol=0.12)
 
 
@@ -45,6 +45,7 @@ def test_the_benchmark_writes_json_table_and_picture(tmp_path, capsys):
     names = {"3 layers, stock", "3 layers, stripped", "1 layers, stock", "1 layers, stripped"}
     names |= {f"1x3, {kind}" for kind in ("stock", "speed", "early exit", "prompt lookup")}
     assert set(one["decoding"]) == names
+    assert "1x3, speed padded" in report["results"][1]["decoding"]
     assert all(entry["ms_per_token"] > 0 for entry in one["decoding"].values())
     assert 1 <= one["passes_per_token"] <= 3
     assert "Faster than speed=True" in capsys.readouterr().out

@@ -27,15 +27,15 @@ def garbage_in_fresh_memory(monkeypatch):
 
     def allocate_garbage(self, *args):
         allocate(self, *args)
-        self.keys.fill_(LARGE)
-        self.values.fill_(-LARGE)
+        self.memory[0] = LARGE
+        self.memory[1] = -LARGE
 
     def reserve_garbage(self, *args):
         before = self.num_columns
         reserve(self, *args)
-        if self.keys is not None and self.num_columns > before:
-            self.keys[..., before:, :] = LARGE
-            self.values[..., before:, :] = -LARGE
+        if self.memory is not None and self.num_columns > before:
+            self.memory[0, ..., before:, :] = LARGE
+            self.memory[1, ..., before:, :] = -LARGE
 
     monkeypatch.setattr(_Store, "allocate", allocate_garbage)
     monkeypatch.setattr(_Store, "reserve", reserve_garbage)
@@ -119,7 +119,7 @@ def test_rows_meet_the_keys_of_their_prefix(script, batch_size, prompt_length, n
         for c in range(len(text) - 1):  # R13: afterwards, live positions hold what a fresh run would write
             for layer, store in enumerate(run.cache.stores):
                 for g in range(script.num_repetitions):
-                    assert store.keys[g, b, 0, c, 0].item() == code(tuple(text[: c + 1]), g, layer)
+                    assert store.memory[0, g, b, 0, c, 0].item() == code(tuple(text[: c + 1]), g, layer)
 
 
 @settings(max_examples=40, deadline=None)
@@ -174,8 +174,8 @@ def test_there_is_one_memory_of_the_size_that_it_needs():
         for layer in cache.layers
         for tensor in (layer.keys, layer.values)
     }
-    assert len(memory) == 2 * config.num_unique_layers
-    per_layer = config.num_repetitions * 2 * config.num_attention_heads * 26 * config.head_dim * 4
+    assert len(memory) == config.num_unique_layers
+    per_layer = 2 * config.num_repetitions * 2 * config.num_attention_heads * 26 * config.head_dim * 4
     assert set(memory.values()) == {per_layer}
 
 

@@ -96,6 +96,14 @@ def test_long_texts_are_cut_and_counted():
     assert pairs.input_ids[: pairs.lengths[0]].tolist() == [0, 9, 4, 1, 3, 9, 1]
 
 
+def test_long_pairs_are_left_out_on_request():
+    texts = [("9 4 6", "3"), ("5", "7"), ("9", "3 9 5")]
+    pairs = tokenize(texts, max_source_length=2, max_target_length=2, drop_long_pairs=True)
+    assert pairs.input_ids.tolist() == [0, 5, 1, 7, 1] and (len(pairs), pairs.num_truncated) == (1, 0)
+    with pytest.raises(ValueError, match="None of the 3 pairs fits into `max_source_length`=0"):
+        tokenize(texts, max_source_length=0, max_target_length=2, drop_long_pairs=True)
+
+
 def test_prefix_stands_before_every_source():
     assert tokenize([("9", "3")], source_prefix="6 ").input_ids.tolist() == [0, 6, 9, 1, 3, 1]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from reference import oracle_passes
-from tiny_models import flipping_model, prompts
+from tiny_models import flipping_model, prompts, tiny_model
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from speed_hf import generation_speed
 from speed_hf.window_speed import NO_TOKEN, Window
 
 
@@ -572,3 +573,18 @@ def test_streamers_that_show_drafts_get_them():
 def test_continuous_batching_is_refused():
     with pytest.raises(NotImplementedError, match=r"left-padded batch"):
         flipping_model("seldom").generate_batch([[5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch_size", "exits"),
+    [
+        ({}, 8, [1, 2, 3, 4, 5, 6]),  # a small head: asking costs nothing
+        ({"hidden_size": 768, "vocab_size": 32128}, 1, [1, 2, 3, 4, 5, 6]),  # few rows: reading the head takes longer
+        ({"hidden_size": 768, "vocab_size": 32128}, 8, [1, 2, 6]),
+    ],
+)
+def test_exits_are_skipped_where_their_rows_cost(sizes, batch_size, exits):
+    model = tiny_model(num_repetitions=6, **sizes)
+    asked, break_even = generation_speed._plan(model, batch_size)
+    assert asked == exits
+    assert 2 <= break_even <= 6

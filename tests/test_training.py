@@ -120,13 +120,15 @@ def test_script_trains_scores_and_writes_a_checkpoint_that_loads(script, files, 
     assert "bleu" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_resumed_run_equals_an_uninterrupted_one(script, files):
-    script.main(command(files, "--max_generate_samples", "0"))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_run_equals_an_uninterrupted_one(script, files, optimizer):
+    options = ["--max_generate_samples", "0", "--optimizer", optimizer]
+    script.main(command(files, *options))
     whole = AutoModelForCausalLM.from_pretrained(files / "out").state_dict()
     for path in (files / "out").glob("checkpoint-4/*"):
         path.unlink()
     (files / "out" / "checkpoint-4").rmdir()
-    script.main(command(files, "--max_generate_samples", "0", "--resume_from_checkpoint"))
+    script.main(command(files, *options, "--resume_from_checkpoint"))
     assert run_state(files).global_step == 4
     resumed = AutoModelForCausalLM.from_pretrained(files / "out").state_dict()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -148,7 +150,7 @@ def test_overrides_apply_on_top_of_a_checkpoint(script, files):
         (["--config_overrides", "hiden_size=3"], "`config_overrides` must name values .* got 'hiden_size'"),
         (["--config_overrides", "num_hidden_layers=3"], "num_hidden_layers is derived"),
         (["--task", "poetry"], "`task` must be translation or summarization, got 'poetry'"),
-        (["--optimizer", "sgd"], "`optimizer` must be one of adamw, adafactor_t5x, got 'sgd'"),
+        (["--optimizer", "sgd"], "`optimizer` must be one of adamw, muon, adafactor_t5x, got 'sgd'"),
         (["--label_smoothing_factor", "0.1"], "`label_smoothing_factor` must be 0, got 0.1"),
         (["--max_train_minutes", "1", "--warmup_steps", "10"], "`warmup_steps` must be a share of the time"),
         (
@@ -257,6 +259,20 @@ def test_adamw_gives_the_embedding_table_its_own_rate_and_spares_norms_from_deca
     assert rates[id(trainer.model.model.embed_tokens.weight)] == (1e-2, 0.1)
     assert rates[id(trainer.model.model.norm.weight)] == (1e-3, 0.0)
     assert rates[id(trainer.model.model.layers[0].mlp.wo.weight)] == (1e-3, 0.1)
+
+
+def test_muon_moves_the_matrices_of_layers_and_adamw_the_rest_at_scheduled_rates(tmp_path):
+    trainer = tiny_trainer(tmp_path, optimizer="muon", learning_rate=1e-3, embedding_learning_rate=1e-2, max_steps=2)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    muon, adamw = trainer.optimizer.optimizer.optimizers
+    by_muon = {id(p) for group in muon.param_groups for p in group["params"]}
+    matrices = {name for name, p in trainer.model.named_parameters() if id(p) in by_muon}
+    assert matrices == {name for name, p in before.items() if ".layers." in name and p.ndim == 2}
+    by_adamw = sum(len(group["params"]) for group in adamw.param_groups)
+    assert len(matrices) + by_adamw == len(before)
+    assert all(not torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+    assert {group["lr"] for group in (*muon.param_groups, *adamw.param_groups)} == {0.0}  # the linear schedule's end
 
 
 def test_adafactor_follows_the_schedule_of_t5x(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speed_hf.window_speed import NO_TOKEN, PATIENCE, Window
+from speed_hf.window_speed import MEMORY, NO_TOKEN, RETRY, Window
 
 
 EOS = 1
@@ -123,6 +123,24 @@ def test_window_decodes_what_plain_decoding_decodes(script, batch_size, prompt_l
 
 
 @settings(max_examples=60, deadline=None)
+@given(scripts, st.sets(st.integers(2, 5)), st.floats(1, 6), st.integers(1, 25))
+def test_exits_that_are_not_asked_and_guesses_that_are_not_made_change_no_token(script, some, break_even, num_new):
+    last = script.num_repetitions
+    exits = sorted({1, last} | {exit_ for exit_ in some if exit_ < last})
+    tokens, _, _ = run(script, [[4, 5], [6, 7]], 2 + num_new, exits=exits, break_even=break_even)
+    assert tokens == [script.decode(prompt, 2 + num_new) for prompt in ([4, 5], [6, 7])]
+
+
+def test_a_change_at_an_exit_that_is_not_asked_is_found_at_the_next_that_is():
+    script = Script(5, 4, 30, 0.4)
+    every, passes, window = run(script, [[3, 4]], 42, eos=None)
+    some, more_passes, other = run(script, [[3, 4]], 42, eos=None, exits=[1, 2, 4])
+    assert some == every and more_passes > passes
+    assert window.flip_rates()[3] > 0 and other.flip_rates()[3] == 0
+    assert other.flip_rates()[4] >= window.flip_rates()[4]
+
+
+@settings(max_examples=60, deadline=None)
 @given(scripts, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 20))
 def test_padding_on_the_left_is_never_computed(script, paddings, num_new):
     prompts = [[0] * padding + [5] * (4 - padding) for padding in paddings]
@@ -154,37 +172,50 @@ def test_wrong_drafts_cost_no_more_than_plain_decoding():
     assert num_passes <= num_repetitions * num_new
 
 
-class NeverSettles(Script):
-    """Every prediction changes at the last exit, except for those of some stretches of the text."""
+class SettlesLate(Script):
+    """Predictions change at the last exit, except in some stretches of the text and for every `good`-th token."""
 
-    def __init__(self, *args, settled=()):
+    def __init__(self, *args, settled=(), good=10**6):
         super().__init__(*args, flip_rate=1.0)
-        self.settled = settled
+        self.settled, self.good = settled, good
 
     def predict(self, prefix, exit_):
-        exit_ = self.num_repetitions if len(prefix) in self.settled else exit_
-        return self._number("token", prefix, exit_ == self.num_repetitions) % self.vocab_size
+        settled = len(prefix) in self.settled or len(prefix) % self.good == 0
+        return self._number("token", prefix, settled or exit_ == self.num_repetitions) % self.vocab_size
+
+
+class Counts(Window):
+    """Counts the rows of every column."""
+
+    def __init__(self, prompt, max_length, *args, **kwargs):
+        super().__init__(prompt, max_length, *args, **kwargs)
+        self.num_rows = np.zeros(max_length, dtype=int)
+
+    def rows(self):
+        rows = super().rows()
+        np.add.at(self.num_rows, rows[1], 1)
+        return rows
 
 
 def test_guessing_in_vain_ends_and_begins_again():
-    num_repetitions, num_new = 4, 8 * PATIENCE
-    script = NeverSettles(1, num_repetitions, 10**6, settled=range(4 * PATIENCE, 6 * PATIENCE))
-    rows = []
-
-    class Counts(Window):
-        def rows(self):
-            rows.append(super().rows())
-            return rows[-1]
-
-    tokens, num_passes, _ = run(script, [[4]], 1 + num_new, eos=None, window_class=Counts)
+    num_repetitions, num_new = 4, 8 * RETRY
+    script = SettlesLate(1, num_repetitions, 10**6, settled=range(4 * RETRY, 6 * RETRY))
+    tokens, num_passes, window = run(
+        script, [[4]], 1 + num_new, eos=None, window_class=Counts, break_even=num_repetitions - 1
+    )
     assert tokens == [script.decode([4], 1 + num_new, None)]
-    num_rows = dict.fromkeys(range(num_new), 0)
-    for _, columns, _ in rows:
-        for column in columns.tolist():
-            num_rows[column] += 1
-    held = [num_rows[column] for column in range(PATIENCE + 2, 4 * PATIENCE)]
-    assert sorted(held)[: len(held) - 8] == [num_repetitions] * (len(held) - 8), "no wrong guess is computed"
-    assert num_passes < num_repetitions * (num_new - PATIENCE), "where guesses are right again, they are made again"
+    held = window.num_rows[2 * MEMORY : 4 * RETRY]
+    # An attempt now and then computes the next few positions in vain.
+    assert (held > num_repetitions).sum() <= (num_repetitions - 1) * len(held) / RETRY, "no wrong guess is computed"
+    assert num_passes < num_repetitions * (num_new - RETRY), "where guesses are right again, they are made again"
+
+
+@pytest.mark.parametrize(("break_even", "holds_back"), [(2.5, True), (3.5, False), (None, False)])
+def test_guessing_ends_where_it_costs_more_than_it_brings_although_it_is_right_now_and_then(break_even, holds_back):
+    script = SettlesLate(1, 4, 10**6, good=3)  # 4, 4 and 1 passes: 3 per token
+    tokens, _, window = run(script, [[4]], 257, eos=None, window_class=Counts, break_even=break_even)
+    assert tokens == [script.decode([4], 257, None)]
+    assert (window.num_rows.sum() < 1.1 * 4 * 256) == holds_back
 
 
 def test_flip_rates_count_committed_predictions_only():

@@ -16,8 +16,8 @@ class SpeedCache(Cache):
     """
     Key-value memory of all repetitions.
 
-    Each unique layer has one tensor `(G, B, H, S, D)` for keys and one for values. The pipeline writes single
-    positions of any repetition and attends to `(G * B, H, S, D)` without gathering. For everybody else it is an
+    Each unique layer has one tensor `(2, G, B, H, S, D)`, keys before values. The pipeline writes single positions of
+    any repetition and attends to `(G * B, H, S, D)` without gathering. For everybody else it is an
     ordinary `Cache` whose layer `repetition * K + layer` is a view of that memory, so a returned cache can be
     continued by plain decoding too.
 
@@ -67,14 +67,13 @@ class SpeedCache(Cache):
             num_sequences (`int`): B.
 
         Returns:
-            `tuple(torch.Tensor, torch.Tensor)`: the whole memory of the layer, each `(G, B, H, S, D)`.
+            `torch.Tensor`: the whole memory of the layer, `(2, G, B, H, S, D)`.
         """
         store = self.stores[layer_idx]
-        if store.keys is None:
-            store.allocate(num_sequences, key, value)
-        store.keys[repetitions, sequences, :, columns] = key.to(store.keys.dtype)
-        store.values[repetitions, sequences, :, columns] = value.to(store.values.dtype)
-        return store.keys, store.values
+        if store.memory is None:
+            store.allocate(num_sequences, key)
+        store.memory[:, repetitions, sequences, :, columns] = torch.stack((key, value), 1).to(store.memory.dtype)
+        return store.memory
 
     @property
     def num_columns(self) -> int:
@@ -98,19 +97,19 @@ def memory_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class _Store:
-    """Keys and values `(G, B, H, S, D)` of one unique layer."""
+    """Keys and values `(2, G, B, H, S, D)` of one unique layer."""
 
     def __init__(self, num_repetitions):
         self.num_repetitions = num_repetitions
         self.num_columns = 0
-        self.keys = self.values = None
+        self.memory = None
 
-    def allocate(self, num_sequences, key, value):
+    def allocate(self, num_sequences, key):
         # Zeros, not empty memory: masked entries still enter the attention as 0 * value, and NaN would survive that.
-        shape = (self.num_repetitions, num_sequences, key.shape[-2], self.num_columns)
-        dtype = memory_dtype(key.dtype, key.device)
-        self.keys = key.new_zeros(*shape, key.shape[-1], dtype=dtype)
-        self.values = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
+        self.memory = key.new_zeros(
+            *(2, self.num_repetitions, num_sequences, key.shape[-2], self.num_columns, key.shape[-1]),
+            dtype=memory_dtype(key.dtype, key.device),
+        )
 
     def reserve(self, num_columns, at_most=None):
         if num_columns <= self.num_columns:
@@ -118,13 +117,12 @@ class _Store:
         num_columns = -(-max(num_columns, 2 * self.num_columns) // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
         num_columns = num_columns if at_most is None else min(num_columns, at_most)
         more, self.num_columns = num_columns - self.num_columns, num_columns
-        if self.keys is not None:
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+        if self.memory is not None:
+            self.memory = torch.nn.functional.pad(self.memory, (0, 0, 0, more))
 
     def change_batch(self, change):
-        if self.keys is not None:
-            self.keys, self.values = change(self.keys), change(self.values)
+        if self.memory is not None:
+            self.memory = change(self.memory)
 
 
 class SpeedCacheLayer(CacheLayerMixin):
@@ -140,19 +138,19 @@ class SpeedCacheLayer(CacheLayerMixin):
 
     @property
     def keys(self):
-        return None if self.store.keys is None else self.store.keys[self.repetition, :, :, : self.length]
+        return None if self.store.memory is None else self.store.memory[0, self.repetition, :, :, : self.length]
 
     @property
     def values(self):
-        return None if self.store.values is None else self.store.values[self.repetition, :, :, : self.length]
+        return None if self.store.memory is None else self.store.memory[1, self.repetition, :, :, : self.length]
 
     @property
     def is_initialized(self):
-        return self.store.keys is not None
+        return self.store.memory is not None
 
     def lazy_initialization(self, key_states, value_states):
         self.store.reserve(key_states.shape[-2])
-        self.store.allocate(len(key_states), key_states.transpose(1, 2), value_states.transpose(1, 2))
+        self.store.allocate(len(key_states), key_states.transpose(1, 2))
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
@@ -186,10 +184,10 @@ class SpeedCacheLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats):
-        self._once_per_store(lambda memory: memory.repeat_interleave(repeats, dim=1))
+        self._once_per_store(lambda memory: memory.repeat_interleave(repeats, dim=2))
 
     def batch_select_indices(self, indices):
-        self._once_per_store(lambda memory: memory[:, indices.to(memory.device)])
+        self._once_per_store(lambda memory: memory[:, :, indices.to(memory.device)])
 
     def _once_per_store(self, change):
         # `Cache` calls this on every layer, and the repetitions of a layer share their memory.

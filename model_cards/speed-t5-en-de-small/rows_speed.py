@@ -169,20 +169,16 @@ class RowsInFlight:
 
     def enter(self, query, key, value, layer_idx):
         """Queries, keys, values `(R, H, D)` of one layer, stored -> attention inputs `(N, H, W or S, D)` per block."""
-        keys, values = self.cache.write(layer_idx, *self.index, key, value, self.num_sequences)
-        query = query.to(keys.dtype)
+        memory = self.cache.write(layer_idx, *self.index, key, value, self.num_sequences)
+        query = query.to(memory.dtype)
         inputs = []
         for block in self.blocks:
             queries = query[block.rows]
             if block.source is not None:
                 queries = queries.index_select(0, block.source)
-            inputs.append(
-                (
-                    queries.view(*block.positions.shape, *query.shape[1:]).transpose(1, 2),
-                    keys[block.repetitions, :, :, : self.num_keys].flatten(0, 1),
-                    values[block.repetitions, :, :, : self.num_keys].flatten(0, 1),
-                )
-            )
+            queries = queries.view(*block.positions.shape, *query.shape[1:]).transpose(1, 2)
+            keys, values = memory[:, block.repetitions, :, :, : self.num_keys].flatten(1, 2).unbind()
+            inputs.append((queries, keys, values))
         return inputs
 
     def leave(self, outputs):

@@ -170,7 +170,14 @@ class TokenizedPairs:
         return len(self.lengths)
 
 
-def tokenize_pairs(pairs: Dataset, tokenizer, max_source_length: int, max_target_length: int, source_prefix: str = ""):
+def tokenize_pairs(
+    pairs: Dataset,
+    tokenizer,
+    max_source_length: int,
+    max_target_length: int,
+    source_prefix: str = "",
+    drop_long_pairs: bool = False,
+):
     """
     Token ids of (source, target) pairs in the layout the model is trained on.
 
@@ -179,6 +186,7 @@ def tokenize_pairs(pairs: Dataset, tokenizer, max_source_length: int, max_target
         tokenizer (`PreTrainedTokenizerBase`): its pad token serves as bos, its eos token ends source and target.
         max_source_length, max_target_length (`int`): tokens kept of each text, special tokens not counted.
         source_prefix (`str`): put before every source text.
+        drop_long_pairs (`bool`): leave out pairs that are longer, instead of cutting them.
 
     Returns:
         [`TokenizedPairs`]
@@ -191,12 +199,20 @@ def tokenize_pairs(pairs: Dataset, tokenizer, max_source_length: int, max_target
         targets = tokenizer(batch["target"], **options)["input_ids"]
         flat: list[int] = []
         for source, target in zip(sources, targets, strict=True):
-            num_truncated += len(source) > max_source_length or len(target) > max_target_length
+            if len(source) > max_source_length or len(target) > max_target_length:
+                if drop_long_pairs:
+                    continue
+                num_truncated += 1
             source, target = source[:max_source_length], target[:max_target_length]
             flat += [bos, *source, eos, *target, eos]
             prompt_lengths.append(len(source) + 2)
             lengths.append(len(source) + len(target) + NUM_SPECIAL_TOKENS)
         chunks.append(np.array(flat, dtype=np.int32))
+    if not lengths:
+        raise ValueError(
+            f"None of the {len(pairs)} pairs fits into `max_source_length`={max_source_length} and "
+            f"`max_target_length`={max_target_length}: raise them, or set `drop_long_pairs` to False."
+        )
     return TokenizedPairs(np.concatenate(chunks), np.array(lengths), np.array(prompt_lengths), num_truncated)
 
 

@@ -212,6 +212,7 @@ class _SpeedRun:
         if generation_config.prefill_chunk_size is not None:
             num_cached = self._run_chunks(prompt, generation_config.prefill_chunk_size, seen, prefix)
         max_length = hidden + (stopping_criteria.max_length or generation_config.max_length)
+        exits, break_even = _plan(model, len(input_ids))
         seen = None if seen is None or bool(seen.all()) else seen.bool()
         self.window = Window(
             prompt.cpu().numpy(),
@@ -221,6 +222,8 @@ class _SpeedRun:
             seen=None if seen is None else seen.cpu().numpy(),
             num_cached=num_cached,
             overlap_prompt=generation_config.speed_prompt_overlap,
+            exits=exits,
+            break_even=break_even,
         )
         self.rows = RowsInFlight(
             self.cache,
@@ -370,6 +373,42 @@ def _pad_columns(mask, num_columns, value):
     return torch.nn.functional.pad(mask, (0, num_columns - mask.shape[1]), value=value)
 
 
+SMALL_OPERATIONS = 5e6  # weights that could be read while a pass does all that is no product
+ROWS_PER_READ = {"cpu": 12}  # rows that are multiplied with a weight in the time of reading it
+ROWS_PER_READ_ELSEWHERE = 150
+LEAST_BREAK_EVEN = 2.0  # passes per token; below, an unlucky stretch of a few tokens would look like bad guessing
+
+
+def _plan(model, num_sequences):
+    """
+    Which exits to ask, and when to stop guessing, by the work they cost: counted, not timed, so that the same call
+    does the same thing every time.
+
+    Plain decoding runs the layers in G passes and the head in one of them; the pipeline runs both in every pass, with
+    the rows of all repetitions. A product takes as long as its weights take to be read, and longer for many rows.
+
+    Returns:
+        `tuple(list[int], float)`: the exits, and the passes per token at which both take the same time.
+    """
+    num_repetitions = model.config.num_repetitions
+    head = model.get_output_embeddings().weight.numel()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    layers = model.num_parameters() - head * (1 if tied else 2)
+    rows_per_read = ROWS_PER_READ.get(model.device.type, ROWS_PER_READ_ELSEWHERE)
+
+    def product(num_weights, rows_per_sequence):
+        return num_weights * max(1, rows_per_sequence * num_sequences / rows_per_read)
+
+    exits = list(range(1, num_repetitions + 1))
+    # Nearly all predictions that change do so at exit 2; where rows cost, the others wait for the last exit.
+    few = sorted({1, min(2, num_repetitions), num_repetitions})
+    if product(head, len(exits)) - product(head, len(few)) > SMALL_OPERATIONS:
+        exits = few
+    plain = num_repetitions * (product(layers, 1) + SMALL_OPERATIONS) + product(head, 1)
+    one_pass = product(layers, num_repetitions) + SMALL_OPERATIONS + product(head, len(exits))
+    return exits, max(plain / one_pass, LEAST_BREAK_EVEN)
+
+
 class _TokenChoice:
     """
     Predictions of a pass: processed scores, then argmax or sampling, exactly as plain decoding does it.
@@ -401,7 +440,8 @@ class _TokenChoice:
         if self.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
             scores = probs / self._noise(sequences, columns, probs)
-        return scores.argmax(-1).cpu().numpy()
+        # NumPy takes a sixth of torch's time on a CPU, and both give the first of equal scores.
+        return scores.numpy().argmax(-1) if scores.device.type == "cpu" else scores.argmax(-1).cpu().numpy()
 
     def _process(self, sequences, columns, logits):
         """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""

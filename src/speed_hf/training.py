@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import nested_gather
 from .modeling_speed_t5 import SpeedT5ForCausalLM
 
 
-OPTIMIZERS = ("adamw", "adafactor_t5x")
+OPTIMIZERS = ("adamw", "muon", "adafactor_t5x")
 EMBEDDING_BETA2 = 0.999
 TIMED_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
@@ -29,12 +29,13 @@ class SpeedTrainingArguments(TrainingArguments):
     Arguments of [`SpeedTrainer`]: those of `TrainingArguments`, and
 
     Args:
-        optimizer (`str`): `"adamw"`, or `"adafactor_t5x"`, the Adafactor of T5X; with
+        optimizer (`str`): `"adamw"`; `"muon"`, which is Muon for the layers' matrices and AdamW for the rest, both at
+            the rates of AdamW (torch 2.9 or later); or `"adafactor_t5x"`, the Adafactor of T5X; with
             `lr_scheduler_type="inverse_sqrt"` and `learning_rate=1.0` its pretraining schedule,
             1 / sqrt(max(step, warmup_steps or 10,000)); with `"constant"` and 0.001 its fine-tuning.
-        embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under `"adamw"`. AdamW moves
-            every number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16
-            and less, so it wants fifteen times theirs. Adafactor scales its steps by itself.
+        embedding_learning_rate (`float`, *optional*): peak rate of the embedding table under AdamW. It moves every
+            number by about its rate, and the table starts with numbers of size 1 where the layers have 1 / 16 and
+            less, so it wants some thirty times theirs. Adafactor scales its steps by itself.
         position_bias_learning_rate (`float`, *optional*): the same for the relative position table. A head that looks
             at the previous token needs a bias of about 5 there, which takes AdamW thousands of steps at the layers'
             rate; without such heads no model learns to copy or to align, so it wants fifteen times that rate too.
@@ -46,10 +47,10 @@ class SpeedTrainingArguments(TrainingArguments):
     optimizer: str = field(default="adamw", metadata={"help": f"One of {', '.join(OPTIMIZERS)}."})
     embedding_learning_rate: float | None = field(
         default=None,
-        metadata={"help": "Peak learning rate of the embedding table under adamw; about 10 times the other."},
+        metadata={"help": "Peak learning rate of the embedding table under AdamW; some 30 times the other."},
     )
     position_bias_learning_rate: float | None = field(
-        default=None, metadata={"help": "Peak learning rate of the relative position table under adamw."}
+        default=None, metadata={"help": "Peak learning rate of the relative position table under AdamW."}
     )
     max_train_minutes: float | None = field(
         default=None,
@@ -62,6 +63,10 @@ class SpeedTrainingArguments(TrainingArguments):
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(
                 f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}: choose one."
+            )
+        if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+            raise ValueError(
+                f"`optimizer` muon needs torch 2.9 or later, this is {torch.__version__}: update torch, or choose adamw."
             )
         if self.label_smoothing_factor:
             raise ValueError(
@@ -157,6 +162,34 @@ def timed_rate(share: float, warmup: float, schedule: str) -> float:
     return 1 - decayed if schedule == "linear" else 1.0
 
 
+class TwoOptimizers(Optimizer):
+    """
+    Two optimizers of different parameters as one, for schedulers and checkpoints.
+
+    Args:
+        first, second (`Optimizer`): what steps. Their parameter groups, first's first, are the groups of this one.
+    """
+
+    def __init__(self, first: Optimizer, second: Optimizer):
+        self.optimizers = (first, second)
+        super().__init__(first.param_groups + second.param_groups, {})
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self):
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict):
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        # They made new groups; schedulers write to ours.
+        self.param_groups[:] = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
 def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> Optimizer:
     """
     The optimizer that `args.optimizer` names.
@@ -169,7 +202,7 @@ def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> 
         `torch.optim.Optimizer`
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if args.optimizer == "adamw":
+    if args.optimizer != "adafactor_t5x":
         table = model.get_input_embeddings().weight
         bias = model.model.relative_attention_bias.weight
         groups: list[dict] = [
@@ -185,16 +218,25 @@ def build_optimizer(model: SpeedT5ForCausalLM, args: SpeedTrainingArguments) -> 
                 "lr": args.position_bias_learning_rate or args.learning_rate,
                 "weight_decay": 0.0,
             },
-            {"params": [p for p in parameters if p.ndim > 1 and p is not table and p is not bias]},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
-        return AdamW(
+        matrices = [p for p in parameters if p.ndim > 1 and p is not table and p is not bias]
+        if args.optimizer == "adamw":
+            groups.append({"params": matrices})
+        adamw = AdamW(
             [group for group in groups if group["params"]],
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
+        if args.optimizer == "adamw":
+            return adamw
+        # The adjustment makes steps as long as AdamW's, so that its learning rates serve here too.
+        muon = torch.optim.Muon(
+            matrices, lr=args.learning_rate, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        return TwoOptimizers(muon, adamw)
     return Adafactor(
         parameters,
         lr=args.learning_rate,

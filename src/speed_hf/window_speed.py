@@ -5,7 +5,8 @@
 import numpy as np
 
 
-PATIENCE = 32  # tokens in a row whose prediction changes at the last exit before a sequence stops guessing
+MEMORY = 8  # tokens over which the passes of a token are averaged
+RETRY = 32  # tokens between two attempts of a sequence that guesses in vain
 NO_TOKEN = -1  # what stands after the youngest token of a sequence; no prediction equals it
 
 
@@ -29,6 +30,9 @@ class Window:
         seen (`np.ndarray` of shape `(B, L)`, *optional*): bool, False at padding, which is never computed.
         num_cached (`int`, defaults to 0): columns whose keys and values exist in all repetitions.
         overlap_prompt (`bool`, defaults to `True`): start new positions while the prompt is still in flight.
+        exits (`list[int]`, *optional*): exits whose predictions are asked for, 1 and G among them. `None`: all.
+        break_even (`float`, *optional*): passes per token from which on guessing costs more than it brings. `None`: it
+            never does.
 
     Attributes:
         tokens (`np.ndarray` of shape `(B, max_length)`, int64): given, committed and guessed tokens, then `NO_TOKEN`.
@@ -36,17 +40,29 @@ class Window:
         num_committed (`np.ndarray` of shape `(B,)`, int64): leading columns whose token is final, prompt included.
         changed (`np.ndarray` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
         watched (`np.ndarray` of shape `(B, max_length)`): bool, whether exit 1 of the position was asked.
+        passes_per_token (`np.ndarray` of shape `(B,)`, float64): of late; a token whose prediction changes last at exit
+            i takes i passes.
         first_exit (`np.ndarray` of shape `(B,)`, int64): exit from which on a sequence's predictions are asked for.
             1, or G where guessing is in vain: then the next position waits, and a token costs what it costs plainly.
     """
 
     def __init__(
-        self, prompt, max_length, num_repetitions, eos_token_ids=None, seen=None, num_cached=0, overlap_prompt=True
+        self,
+        prompt,
+        max_length,
+        num_repetitions,
+        eos_token_ids=None,
+        seen=None,
+        num_cached=0,
+        overlap_prompt=True,
+        exits=None,
+        break_even=None,
     ):
         batch_size, self.prompt_length = prompt.shape
         self.num_repetitions = num_repetitions
         self.eos_token_ids = eos_token_ids
         self.overlap_prompt = overlap_prompt
+        self.asks = np.isin(np.arange(num_repetitions + 1), range(1, num_repetitions + 1) if exits is None else exits)
         self.last_column = max_length - 1  # its token may be predicted, but nothing follows it, so it is never started
         self.tokens = np.full((batch_size, max_length), NO_TOKEN, dtype=np.int64)
         self.tokens[:, : self.prompt_length] = prompt
@@ -57,7 +73,9 @@ class Window:
             self.done[:, : self.prompt_length - 1][~seen[:, :-1]] = num_repetitions
         self.changed = np.zeros((batch_size, max_length, num_repetitions), dtype=bool)
         self.watched = np.zeros((batch_size, max_length), dtype=bool)
-        self.num_late = np.zeros(batch_size, dtype=np.int64)  # newest tokens in a row that the last exit changed
+        self.break_even = num_repetitions if break_even is None else break_even
+        self.passes_per_token = np.ones(batch_size)
+        self.num_untried = np.zeros(batch_size, dtype=np.int64)  # newest tokens in a row without a guess
         self.first_exit = np.ones(batch_size, dtype=np.int64)
         self.num_committed = np.full(batch_size, self.prompt_length)
         # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished
@@ -93,7 +111,8 @@ class Window:
         """
         self.done[sequences, columns] += 1
         exits = self.done[sequences, columns]
-        return ((columns >= self.prompt_length - 1) & (exits >= self.first_exit[sequences])).nonzero()[0]
+        asked = self.asks[exits] & (exits >= self.first_exit[sequences])
+        return (asked & (columns >= self.prompt_length - 1)).nonzero()[0]
 
     def verify(self, sequences, columns, predictions):
         """
@@ -156,11 +175,14 @@ class Window:
         return num_new
 
     def _hold_back(self, grown):
-        """Stop guessing in sequences where it is in vain, and try a token now and then."""
+        """Stop guessing in sequences where it costs more than it brings, and try a token now and then."""
         position = np.arange(len(grown)), self.num_committed - 2  # that predicted the newest token
-        late = self.changed[..., -1][position] | ~self.watched[position]
-        self.num_late = np.where(grown, np.where(late, self.num_late + 1, 0), self.num_late)
-        in_vain = (self.num_late >= PATIENCE) & (self.num_late % PATIENCE > 0)
+        tried, changed = self.watched[position], self.changed[position]
+        num_passes = np.where(changed.any(1), self.num_repetitions - changed[:, ::-1].argmax(1), 1)
+        learns = grown & tried
+        self.passes_per_token += np.where(learns, (num_passes - self.passes_per_token) / MEMORY, 0)
+        self.num_untried = np.where(grown, np.where(tried, 0, self.num_untried + 1), self.num_untried)
+        in_vain = (self.passes_per_token > self.break_even) & (self.num_untried < RETRY)
         self.first_exit = np.where(in_vain, self.num_repetitions, 1)
 
     def leave(self, running):
@@ -172,7 +194,11 @@ class Window:
         self.stop = max(int(self.end.max()), self.first + 1)
 
     def flip_rates(self):
-        """Share of the committed predictions, of those made from exit 1 on, that changed at exits 2 .. G: `dict`."""
+        """
+        Share of the committed predictions, of those made from exit 1 on, that changed at exits 2 .. G: `dict`.
+
+        A change at an exit that was not asked for counts at the next that was.
+        """
         predicting = (self.columns >= self.prompt_length - 1) & (self.columns < self.num_committed[:, None] - 1)
         predicting &= self.watched
         num_predictions = max(int(predicting.sum()), 1)
