@@ -224,8 +224,9 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     stats = {}
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:
+            model, options = models[name]
             rows_class = PaddedRows if name.endswith("padded") else RowsInFlight
-            seconds, stats[name] = decode(models[name][0], prompt, models[name][1], args.new_tokens, script, rows_class)
+            seconds, stats[name] = decode(model, prompt, options, args.new_tokens, script, rows_class)
             runs[name] += [seconds] if repeat else []
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
@@ -258,10 +259,7 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
 
 def _check_passes(model, prompt, num_new, script):
     """The scripted pipeline needs exactly the passes that its script implies."""
-    plan = generation_speed._plan
-    generation_speed._plan = lambda *_: (None, None)  # asking all exits to the end, however vain
     _, stats = decode(model, prompt, {"speed": True, "speed_prompt_overlap": False}, num_new, script)
-    generation_speed._plan = plan
     expected = script.num_passes(prompt.shape[1], num_new)
     if stats["num_group_passes"] != expected:
         raise RuntimeError(f"the pipeline took {stats['num_group_passes']} passes, its script implies {expected}")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speed_hf.window_speed import MEMORY, NO_TOKEN, RETRY, Window
+from speed_hf.window_speed import NO_TOKEN, RETRY, Window
 
 
 EOS = 1
@@ -198,19 +198,27 @@ class Counts(Window):
 
 
 def test_guessing_in_vain_ends_and_begins_again():
-    num_repetitions, num_new = 4, 8 * RETRY
-    script = SettlesLate(1, num_repetitions, 10**6, settled=range(4 * RETRY, 6 * RETRY))
+    num_repetitions, last = 4, RETRY[1]
+    num_new = 8 * last
+    script = SettlesLate(1, num_repetitions, 10**6, settled=range(4 * last, 6 * last))
     tokens, num_passes, window = run(
         script, [[4]], 1 + num_new, eos=None, window_class=Counts, break_even=num_repetitions - 1
     )
     assert tokens == [script.decode([4], 1 + num_new, None)]
-    held = window.num_rows[2 * MEMORY : 4 * RETRY]
+    held = window.num_rows[2 * last : 4 * last]
     # An attempt now and then computes the next few positions in vain.
-    assert (held > num_repetitions).sum() <= (num_repetitions - 1) * len(held) / RETRY, "no wrong guess is computed"
-    assert num_passes < num_repetitions * (num_new - RETRY), "where guesses are right again, they are made again"
+    assert (held > num_repetitions).sum() <= 2 * (num_repetitions - 1), "no wrong guess is computed"
+    assert num_passes < num_repetitions * (num_new - last), "where guesses are right again, they are made again"
 
 
-@pytest.mark.parametrize(("break_even", "holds_back"), [(2.5, True), (3.5, False), (None, False)])
+def test_nothing_is_guessed_below_a_break_even_of_one():
+    script = Script(3, 4, 50, flip_rate=0.0)
+    tokens, num_passes, window = run(script, [[4]], 21, eos=None, break_even=0.9, window_class=Counts)
+    assert tokens == [script.decode([4], 21, None)]
+    assert num_passes == 4 * 20 and (window.num_rows[:20] == 4).all()
+
+
+@pytest.mark.parametrize(("break_even", "holds_back"), [(2.5, True), (3.7, False), (None, False)])
 def test_guessing_ends_where_it_costs_more_than_it_brings_although_it_is_right_now_and_then(break_even, holds_back):
     script = SettlesLate(1, 4, 10**6, good=3)  # 4, 4 and 1 passes: 3 per token
     tokens, _, window = run(script, [[4]], 257, eos=None, window_class=Counts, break_even=break_even)

@@ -66,7 +66,7 @@ class SpeedTrainingArguments(TrainingArguments):
             )
         if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
             raise ValueError(
-                f"`optimizer` muon needs torch 2.9 or later, this is {torch.__version__}: update torch, or choose adamw."
+                f"`optimizer` muon needs torch 2.9 or later, this is {torch.__version__}: update it, or choose adamw."
             )
         if self.label_smoothing_factor:
             raise ValueError(
