@@ -587,5 +587,5 @@ def test_exits_are_skipped_where_their_rows_cost(sizes, batch_size, exits):
     model = tiny_model(num_repetitions=6, **sizes)
     asked, break_even = generation_speed._plan(model, batch_size)
     assert asked == exits
-    assert 1.25 < break_even <= 6 * 1.1
+    assert 1.25 < break_even < 6
     assert generation_speed._plan(model, 10**6)[1] == 0  # the rows of such a batch cost more than they can bring

@@ -212,7 +212,9 @@ class _SpeedRun:
         if generation_config.prefill_chunk_size is not None:
             num_cached = self._run_chunks(prompt, generation_config.prefill_chunk_size, seen, prefix)
         max_length = hidden + (stopping_criteria.max_length or generation_config.max_length)
-        exits, break_even = _plan(model, len(input_ids))
+        # Without overlap, the schedule is that of the formula: every exit is asked, and every answer guessed on.
+        overlap = generation_config.speed_prompt_overlap
+        exits, break_even = _plan(model, len(input_ids)) if overlap else (None, None)
         seen = None if seen is None or bool(seen.all()) else seen.bool()
         self.window = Window(
             prompt.cpu().numpy(),
@@ -221,7 +223,7 @@ class _SpeedRun:
             None if generation_config._eos_token_tensor is None else generation_config._eos_token_tensor.cpu().numpy(),
             seen=None if seen is None else seen.cpu().numpy(),
             num_cached=num_cached,
-            overlap_prompt=generation_config.speed_prompt_overlap,
+            overlap_prompt=overlap,
             exits=exits,
             break_even=break_even,
         )
@@ -376,7 +378,8 @@ def _pad_columns(mask, num_columns, value):
 SMALL_OPERATIONS = 5e6  # weights that could be read while a pass does all that is no product
 ROWS_PER_READ = {"cpu": 12}  # rows that are multiplied with a weight in the time of reading it
 ROWS_PER_READ_ELSEWHERE = 150
-LEAST_BREAK_EVEN = 2.0  # passes per token; below, an unlucky stretch of a few tokens would look like bad guessing
+USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
+TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
 
 def _plan(model, num_sequences):
@@ -388,7 +391,8 @@ def _plan(model, num_sequences):
     the rows of all repetitions. A product takes as long as its weights take to be read, and longer for many rows.
 
     Returns:
-        `tuple(list[int], float)`: the exits, and the passes per token at which both take the same time.
+        `tuple(list[int], float)`: the exits, and the passes per token from which on guessing does not pay; 0 where it
+        cannot be expected to.
     """
     num_repetitions = model.config.num_repetitions
     head = model.get_output_embeddings().weight.numel()
@@ -406,7 +410,10 @@ def _plan(model, num_sequences):
         exits = few
     plain = num_repetitions * (product(layers, 1) + SMALL_OPERATIONS) + product(head, 1)
     one_pass = product(layers, num_repetitions) + SMALL_OPERATIONS + product(head, len(exits))
-    return exits, max(plain / one_pass, LEAST_BREAK_EVEN)
+    break_even = plain / one_pass * TOLERANCE
+    if break_even < USUAL_PASSES:
+        return exits, 0.0
+    return exits, min(break_even, num_repetitions - 0.25)
 
 
 class _TokenChoice:

@@ -5,8 +5,9 @@
 import numpy as np
 
 
-MEMORY = 8  # tokens over which the passes of a token are averaged
-RETRY = 32  # tokens between two attempts of a sequence that guesses in vain
+MEMORY = 16  # tokens over which the passes of a token are averaged, at most
+TRUST = 2  # tokens of one pass each that a sequence begins with, so to speak
+RETRY = 4, 32  # tokens from one attempt to the next while guessing does not pay: at first, and at most
 NO_TOKEN = -1  # what stands after the youngest token of a sequence; no prediction equals it
 
 
@@ -32,7 +33,7 @@ class Window:
         overlap_prompt (`bool`, defaults to `True`): start new positions while the prompt is still in flight.
         exits (`list[int]`, *optional*): exits whose predictions are asked for, 1 and G among them. `None`: all.
         break_even (`float`, *optional*): passes per token from which on guessing costs more than it brings. `None`: it
-            never does.
+            never does. Below 1: nothing is guessed.
 
     Attributes:
         tokens (`np.ndarray` of shape `(B, max_length)`, int64): given, committed and guessed tokens, then `NO_TOKEN`.
@@ -40,10 +41,11 @@ class Window:
         num_committed (`np.ndarray` of shape `(B,)`, int64): leading columns whose token is final, prompt included.
         changed (`np.ndarray` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
         watched (`np.ndarray` of shape `(B, max_length)`): bool, whether exit 1 of the position was asked.
-        passes_per_token (`np.ndarray` of shape `(B,)`, float64): of late; a token whose prediction changes last at exit
-            i takes i passes.
-        first_exit (`np.ndarray` of shape `(B,)`, int64): exit from which on a sequence's predictions are asked for.
-            1, or G where guessing is in vain: then the next position waits, and a token costs what it costs plainly.
+        passes_per_token (`np.ndarray` of shape `(B,)`, float64): of late, where guesses were made. A token whose
+            prediction changes last at exit i takes i passes.
+        first_exit (`int`): exit from which on predictions are asked for. 1, or G where guessing does not pay: then the
+            next position waits, and a token costs what it costs plainly. One for all sequences, since they share the
+            passes.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Window:
         self.watched = np.zeros((batch_size, max_length), dtype=bool)
         self.break_even = num_repetitions if break_even is None else break_even
         self.passes_per_token = np.ones(batch_size)
-        self.num_untried = np.zeros(batch_size, dtype=np.int64)  # newest tokens in a row without a guess
-        self.first_exit = np.ones(batch_size, dtype=np.int64)
+        self.num_tried = np.zeros(batch_size, dtype=np.int64)  # tokens that were guessed
+        self.num_untried = 0  # tokens since the last attempt to guess
+        self.retry_after = RETRY[0]
+        self.first_exit = num_repetitions if self.break_even < 1 else 1
         self.num_committed = np.full(batch_size, self.prompt_length)
         # Columns below this one may be in flight: not the youngest token where it ends the sequence, nor finished
         # sequences.
@@ -111,7 +115,7 @@ class Window:
         """
         self.done[sequences, columns] += 1
         exits = self.done[sequences, columns]
-        asked = self.asks[exits] & (exits >= self.first_exit[sequences])
+        asked = self.asks[exits] & (exits >= self.first_exit)
         return (asked & (columns >= self.prompt_length - 1)).nonzero()[0]
 
     def verify(self, sequences, columns, predictions):
@@ -171,19 +175,24 @@ class Window:
         num_new = committed - self.num_committed
         self.num_committed = committed
         if num_new.any():
-            self._hold_back(num_new > 0)
+            self._hold_back(num_new > 0, running)
         return num_new
 
-    def _hold_back(self, grown):
-        """Stop guessing in sequences where it costs more than it brings, and try a token now and then."""
+    def _hold_back(self, grown, running):
+        """Stop guessing where it costs more than it brings, and try again now and then."""
+        if self.break_even < 1:
+            return
         position = np.arange(len(grown)), self.num_committed - 2  # that predicted the newest token
-        tried, changed = self.watched[position], self.changed[position]
+        tried, changed = grown & self.watched[position], self.changed[position]
         num_passes = np.where(changed.any(1), self.num_repetitions - changed[:, ::-1].argmax(1), 1)
-        learns = grown & tried
-        self.passes_per_token += np.where(learns, (num_passes - self.passes_per_token) / MEMORY, 0)
-        self.num_untried = np.where(grown, np.where(tried, 0, self.num_untried + 1), self.num_untried)
-        in_vain = (self.passes_per_token > self.break_even) & (self.num_untried < RETRY)
-        self.first_exit = np.where(in_vain, self.num_repetitions, 1)
+        self.num_tried += tried
+        memory = np.minimum(self.num_tried + TRUST, MEMORY)
+        self.passes_per_token += np.where(tried, (num_passes - self.passes_per_token) / memory, 0)
+        costly = self.passes_per_token[running].mean() > self.break_even
+        if tried.any():
+            self.retry_after = min(2 * self.retry_after, RETRY[1]) if costly else RETRY[0]
+        self.num_untried = 0 if tried.any() else self.num_untried + 1
+        self.first_exit = self.num_repetitions if costly and self.num_untried < self.retry_after else 1
 
     def leave(self, running):
         """Take sequences that are not `running` out of flight, and move the window on to what is left."""

@@ -379,7 +379,7 @@ SMALL_OPERATIONS = 5e6  # weights that could be read while a pass does all that 
 ROWS_PER_READ = {"cpu": 12}  # rows that are multiplied with a weight in the time of reading it
 ROWS_PER_READ_ELSEWHERE = 150
 USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
-TOLERANCE = 1.1  # an unlucky stretch shall not look like bad guessing
+TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
 
 def _plan(model, num_sequences):
@@ -411,7 +411,9 @@ def _plan(model, num_sequences):
     plain = num_repetitions * (product(layers, 1) + SMALL_OPERATIONS) + product(head, 1)
     one_pass = product(layers, num_repetitions) + SMALL_OPERATIONS + product(head, len(exits))
     break_even = plain / one_pass * TOLERANCE
-    return exits, break_even if break_even > USUAL_PASSES or num_repetitions == 1 else 0.0
+    if break_even < USUAL_PASSES:
+        return exits, 0.0
+    return exits, min(break_even, num_repetitions - 0.25)
 
 
 class _TokenChoice:
