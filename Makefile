@@ -17,7 +17,7 @@ test: $(VENV)/.ready
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lm-eval]"
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "slow and not gpu" --durations=10
 
 check: lint test
 
