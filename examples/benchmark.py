@@ -92,12 +92,14 @@ class ScriptedModel(SpeedT5ForCausalLM):
 
 
 class ScriptedChoice(generation_speed._TokenChoice):
-    """The same for the pipeline, whose passes mix exits."""
+    """The same for the pipeline, whose passes mix exits. Notes when each pass is done."""
 
     script: Script | None = None
+    clock: list[float] = []
 
     def __call__(self, sequences, columns, logits):
         tokens = super().__call__(sequences, columns, logits)
+        self.clock.append(time.perf_counter())
         if self.script is None:
             return tokens
         return self.script.tokens[self.window.done[sequences, columns] - 1, sequences, columns]
@@ -152,15 +154,13 @@ def candidates(args, dtype: torch.dtype) -> dict:
     return {name: found[name] for name in found if not name.endswith(tuple(args.leave_out))}
 
 
-def decode(
-    model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None, rows_class: type = RowsInFlight
-):
+def decode(model, prompt: torch.Tensor, options: dict, num_new: int, script: Script | None, rows_class=RowsInFlight):
     """One timed run: seconds, and the statistics of the pipeline if it was one."""
-    generation_speed.RowsInFlight = rows_class  # type: ignore[misc]
+    generation_speed.RowsInFlight = rows_class
     scripted = script if model.config.num_repetitions > 1 else None
     if isinstance(model, ScriptedModel):
         model.script = scripted
-    ScriptedChoice.script = scripted
+    ScriptedChoice.script, ScriptedChoice.clock = scripted, []
     start = time.perf_counter()
     output = model.generate(prompt, max_new_tokens=num_new, do_sample=False, return_dict_in_generate=True, **options)
     seconds = time.perf_counter() - start
@@ -180,9 +180,11 @@ def bandwidth() -> float:
 
 
 @torch.no_grad()
-def parts_of_a_pass(model, num_rows: int, num_keys: int) -> float:
+def parts_of_a_pass(model, batch_size: int, num_keys: int) -> float:
     """Seconds of the matrix products and attention calls of one full pass, alone."""
     config, multiply = model.config, PackedWeights.of(model)
+    num_rows = config.num_repetitions * batch_size
+    num_asked = len(generation_speed._plan(model, batch_size)[0]) * batch_size
     dtype = model.dtype
     attention_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     states = torch.randn(num_rows, config.hidden_size, dtype=dtype)
@@ -201,7 +203,7 @@ def parts_of_a_pass(model, num_rows: int, num_keys: int) -> float:
             multiply(inner, attention.o)
             multiply(states, layer.mlp.wi_0, layer.mlp.wi_1)
             multiply(wide, layer.mlp.wo)
-        multiply(states, model.lm_head)
+        multiply(states[:num_asked], model.lm_head)
 
     one_pass()
     times = []
@@ -215,19 +217,21 @@ def parts_of_a_pass(model, num_rows: int, num_keys: int) -> float:
 def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     """All candidates in turns on the same prompt."""
     shared = models[next(name for name in models if name.endswith("speed"))][0]
-    vocab_size, num_repetitions = shared.config.vocab_size, shared.config.num_repetitions
+    vocab_size = shared.config.vocab_size
     num_columns = args.prompt_tokens + args.new_tokens
     script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size, batch_size)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
     not_here = ("early exit", "lookup") if batch_size > 1 else ("padded",)
     runs: dict[str, list[float]] = {name: [] for name in models if not name.endswith(not_here)}
-    stats = {}
+    stats, pass_times = {}, []
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:
             model, options = models[name]
             rows_class = PaddedRows if name.endswith("padded") else RowsInFlight
             seconds, stats[name] = decode(model, prompt, options, args.new_tokens, script, rows_class)
             runs[name] += [seconds] if repeat else []
+            if name.endswith("speed") and repeat:
+                pass_times += np.diff(ScriptedChoice.clock).tolist()
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
     speed = stats[next(name for name in runs if name.endswith("speed"))]
@@ -239,8 +243,6 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
         }
         for name, times in runs.items()
     }
-    pass_ms = found[next(name for name in runs if name.endswith("speed"))]["ms_per_token"] * num_tokens
-    pass_ms /= speed["num_group_passes"]
     num_bytes = sum(p.nbytes for p in (*shared.model.layers.parameters(), shared.lm_head.weight))
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -249,9 +251,9 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
         "passes_per_token": speed["num_group_passes"] / args.new_tokens,
         "rows_per_pass": speed["rows_per_pass"],
         "flips": speed["flips"],
-        "pass_ms": pass_ms,
+        "pass_ms": 1e3 * median(pass_times),
         "products_and_attention_ms": 1e3
-        * parts_of_a_pass(shared, num_repetitions * batch_size, args.prompt_tokens + args.new_tokens // 2),
+        * parts_of_a_pass(shared, batch_size, args.prompt_tokens + args.new_tokens // 2),
         "weights_bound_ms": 1e3 * num_bytes / bandwidth(),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -282,7 +284,7 @@ def table(results: list[dict]) -> str:
         flips = " / ".join(f"{100 * share:.1f}" for share in result["flips"].values())
         lines.append(
             f"\n{result['passes_per_token']:.2f} passes per token, {result['rows_per_pass']:.1f} rows per pass, flips "
-            f"{flips} %; a pass takes {result['pass_ms']:.2f} ms, its products and attention alone "
+            f"{flips} %; a pass takes {result['pass_ms']:.2f} ms (median), its products and attention alone "
             f"{result['products_and_attention_ms']:.2f} ms, reading the weights {result['weights_bound_ms']:.2f} ms; "
             f"peak memory {result['peak_memory_mb']:.0f} MB"
         )
