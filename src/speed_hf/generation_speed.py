@@ -375,7 +375,7 @@ def _pad_columns(mask, num_columns, value):
     return torch.nn.functional.pad(mask, (0, num_columns - mask.shape[1]), value=value)
 
 
-SMALL_OPERATIONS = 5e6  # weights that could be read while a pass does all that is no product
+SMALL_OPERATIONS = 15e6  # weights that could be read while a pass does all that is no product
 ROWS_PER_READ = {"cpu": 12}  # rows that are multiplied with a weight in the time of reading it
 ROWS_PER_READ_ELSEWHERE = 150
 USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
@@ -410,10 +410,9 @@ def _plan(model, num_sequences):
         exits = few
     plain = num_repetitions * (product(layers, 1) + SMALL_OPERATIONS) + product(head, 1)
     one_pass = product(layers, num_repetitions) + SMALL_OPERATIONS + product(head, len(exits))
-    break_even = plain / one_pass * TOLERANCE
-    if break_even < USUAL_PASSES:
+    if plain / one_pass < USUAL_PASSES:
         return exits, 0.0
-    return exits, min(break_even, num_repetitions - 0.25)
+    return exits, min(plain / one_pass * TOLERANCE, num_repetitions - 0.25)
 
 
 class _TokenChoice:
