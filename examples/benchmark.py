@@ -108,12 +108,15 @@ class ScriptedChoice(generation_speed._TokenChoice):
 class PaddedRows(RowsInFlight):
     """The same engine with as many rows for every sequence of a repetition as for its longest one."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.compact, self.multiply = self.multiply, self.multiply_padded
+
     def place(self, sequences, columns, repetitions, meets_prefix=False):
         super().place(sequences, columns, repetitions, meets_prefix)
         num_cells = self.cache.num_repetitions * self.num_sequences
         counts = np.bincount(repetitions * self.num_sequences + sequences, minlength=num_cells)
         self.num_padded = int(counts.reshape(-1, self.num_sequences).max(1).sum()) * self.num_sequences
-        self.compact, self.multiply = getattr(self, "compact", self.multiply), self.multiply_padded
 
     def multiply_padded(self, states, *linears):
         padded = torch.nn.functional.pad(states, (0, 0, 0, max(self.num_padded - len(states), 0)))
