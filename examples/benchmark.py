@@ -11,7 +11,8 @@ Without a checkpoint the weights are random, and how often early exits are right
 then the token of each is replaced by that of a script, in which the prediction changes at exits 2 .. G with the
 probabilities `--profile` (default: those of the SPEED paper). Every way of decoding the shared model follows the same
 script. `stock` is `generate` as it is; `stripped` is a bare greedy loop over packed weights: this package's engine on
-the unshared models, which have one exit and so nothing to guess.
+the unshared models, which have one exit and so nothing to guess. `compiled` adds `speed_kernels=True`, which needs a
+C++ compiler; without one, `--leave_out compiled`.
 
 Writes benchmark.json, benchmark.md and benchmark.png; prints the table, and where `speed=True` loses.
 """
@@ -30,6 +31,8 @@ import torch
 from transformers.utils import logging
 
 from speed_hf import SpeedT5Config, SpeedT5ForCausalLM, generation_speed
+from speed_hf.cache_speed import memory_dtype
+from speed_hf.kernels_speed import operations_for
 from speed_hf.packed_speed import PackedWeights
 from speed_hf.rows_speed import RowsInFlight
 from speed_hf.timing import describe_environment, load_checkpoint
@@ -149,8 +152,10 @@ def candidates(args, dtype: torch.dtype) -> dict:
             layers = unshared.config.num_unique_layers
             found[f"{layers} layers, stock"] = unshared, {}
             found[f"{layers} layers, stripped"] = unshared, {"speed": True}
+            found[f"{layers} layers, stripped compiled"] = unshared, {"speed": True, "speed_kernels": True}
     found[f"{name}, stock"] = model, {}
     found[f"{name}, speed"] = model, {"speed": True}
+    found[f"{name}, speed compiled"] = model, {"speed": True, "speed_kernels": True}
     found[f"{name}, speed padded"] = model, {"speed": True}
     found[f"{name}, early exit"] = model, {"assistant_early_exit": model.config.num_unique_layers}
     found[f"{name}, prompt lookup"] = model, {"prompt_lookup_num_tokens": 4}
@@ -183,27 +188,36 @@ def bandwidth() -> float:
 
 
 @torch.no_grad()
-def parts_of_a_pass(model, batch_size: int, num_keys: int) -> float:
+def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
     """Seconds of the matrix products and attention calls of one full pass, alone."""
-    config, multiply = model.config, PackedWeights.of(model)
-    num_rows = config.num_repetitions * batch_size
+    config, dtype, multiply = model.config, model.dtype, PackedWeights.of(model)
+    num_rows, num_heads, head_dim = config.num_repetitions * batch_size, config.num_attention_heads, config.head_dim
     num_asked = len(generation_speed._plan(model, batch_size)[0]) * batch_size
-    dtype = model.dtype
-    attention_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     states = torch.randn(num_rows, config.hidden_size, dtype=dtype)
-    inner = torch.randn(num_rows, config.num_attention_heads * config.head_dim, dtype=dtype)
     wide = torch.randn(num_rows, config.intermediate_size, dtype=dtype)
-    shape = (num_rows, config.num_attention_heads, 1, config.head_dim)
-    query = torch.randn(*shape, dtype=attention_dtype)
-    keys = torch.randn(num_rows, config.num_attention_heads, num_keys, config.head_dim, dtype=attention_dtype)
-    mask = torch.zeros(num_rows, config.num_attention_heads, 1, num_keys, dtype=attention_dtype)
+    index = [torch.arange(config.num_repetitions).repeat_interleave(batch_size)]
+    index += [torch.arange(batch_size).repeat(config.num_repetitions), torch.full((num_rows,), num_keys - 1)]
+    attention_dtype = memory_dtype(dtype, model.device)
+    memories = [  # every layer meets keys and values of its own
+        torch.randn(*(2, config.num_repetitions, batch_size, num_heads, num_keys, head_dim), dtype=attention_dtype)
+        for _ in model.model.layers
+    ]
+    line = torch.zeros(num_heads, 2 * num_keys - 1)
+    mask = torch.zeros(num_rows, num_heads, 1, num_keys, dtype=attention_dtype)
+
+    def attend(query, key, value, memory):
+        if operations.attend is not None:
+            return operations.attend(query, key, value, memory, *index, line, None)
+        keys, values = memory.flatten(1, 2).unbind()
+        query = query[:, :, None].to(attention_dtype)
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=1.0).to(dtype)
 
     def one_pass():
-        for layer in model.model.layers:
+        for layer, memory in zip(model.model.layers, memories):
             attention = layer.self_attn
-            multiply(states, attention.q, attention.k, attention.v)
-            torch.nn.functional.scaled_dot_product_attention(query, keys, keys, mask, scale=1.0)
-            multiply(inner, attention.o)
+            rows = multiply(states, attention.q, attention.k, attention.v)
+            attended = attend(*(row.view(num_rows, num_heads, head_dim) for row in rows), memory)
+            multiply(attended.view(num_rows, -1), attention.o)
             multiply(states, layer.mlp.wi_0, layer.mlp.wi_1)
             multiply(wide, layer.mlp.wo)
         multiply(states[:num_asked], model.lm_head)
@@ -226,15 +240,17 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
     not_here = ("early exit", "lookup") if batch_size > 1 else ("padded",)
     runs: dict[str, list[float]] = {name: [] for name in models if not name.endswith(not_here)}
-    stats, pass_times = {}, []
+    engines = [name for name in runs if name.endswith(("speed", "speed compiled"))]
+    pass_times: dict[str, list[float]] = {name: [] for name in engines}
+    stats = {}
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:
             model, options = models[name]
             rows_class = PaddedRows if name.endswith("padded") else RowsInFlight
             seconds, stats[name] = decode(model, prompt, options, args.new_tokens, script, rows_class)
             runs[name] += [seconds] if repeat else []
-            if name.endswith("speed") and repeat:
-                pass_times += np.diff(ScriptedChoice.clock).tolist()
+            if name in engines and repeat:
+                pass_times[name] += np.diff(ScriptedChoice.clock).tolist()
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
     speed = stats[next(name for name in runs if name.endswith("speed"))]
@@ -246,6 +262,11 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
         }
         for name, times in runs.items()
     }
+    passes = {}
+    for name in engines:
+        operations = operations_for(shared.device, dtype, name.endswith("compiled"))
+        alone = parts_of_a_pass(shared, batch_size, args.prompt_tokens + args.new_tokens // 2, operations)
+        passes[name] = {"ms": 1e3 * median(pass_times[name]), "products_and_attention_ms": 1e3 * alone}
     num_bytes = sum(p.nbytes for p in (*shared.model.layers.parameters(), shared.lm_head.weight))
     return {
         "dtype": str(dtype).removeprefix("torch."),
@@ -254,9 +275,7 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
         "passes_per_token": speed["num_group_passes"] / args.new_tokens,
         "rows_per_pass": speed["rows_per_pass"],
         "flips": speed["flips"],
-        "pass_ms": 1e3 * median(pass_times),
-        "products_and_attention_ms": 1e3
-        * parts_of_a_pass(shared, batch_size, args.prompt_tokens + args.new_tokens // 2),
+        "passes": passes,
         "weights_bound_ms": 1e3 * num_bytes / bandwidth(),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -271,28 +290,35 @@ def _check_passes(model, prompt, num_new, script):
 
 
 def table(results: list[dict]) -> str:
-    """Markdown: one block per precision and batch size, times against the speed line."""
+    """Markdown: one block per precision and batch size, times against those of the pipeline."""
     lines = []
     for result in results:
-        decoding = result["decoding"]
-        speed = next(entry["ms_per_token"] for name, entry in decoding.items() if name.endswith("speed"))
+        decoding, engines = result["decoding"], list(result["passes"])
+        short = [name.rpartition(", ")[2] for name in engines]
         lines += [
             f"\n{result['dtype']}, batch {result['batch_size']}\n",
-            "| decoding | ms per token | p90 | / speed |",
+            f"| decoding | ms per token | p90 | {' | '.join(f'/ {name}' for name in short)} |",
+            "| --- " * (3 + len(engines)) + "|",
         ]
-        lines += ["| --- | --- | --- | --- |"]
         for name, entry in decoding.items():
-            ratio = entry["ms_per_token"] / speed
-            lines.append(f"| {name} | {entry['ms_per_token']:.2f} | {entry['ms_per_token_p90']:.2f} | {ratio:.2f} |")
+            ratios = [f"{entry['ms_per_token'] / decoding[engine]['ms_per_token']:.2f}" for engine in engines]
+            times = f"{entry['ms_per_token']:.2f} | {entry['ms_per_token_p90']:.2f}"
+            lines.append(f"| {name} | {times} | {' | '.join(ratios)} |")
         flips = " / ".join(f"{100 * share:.1f}" for share in result["flips"].values())
         lines.append(
             f"\n{result['passes_per_token']:.2f} passes per token, {result['rows_per_pass']:.1f} rows per pass, flips "
-            f"{flips} %; a pass takes {result['pass_ms']:.2f} ms (median), its products and attention alone "
-            f"{result['products_and_attention_ms']:.2f} ms, reading the weights {result['weights_bound_ms']:.2f} ms; "
-            f"peak memory {result['peak_memory_mb']:.0f} MB"
+            f"{flips} %; reading the weights takes {result['weights_bound_ms']:.2f} ms; peak memory "
+            f"{result['peak_memory_mb']:.0f} MB"
         )
-        losing = [name for name, entry in decoding.items() if entry["ms_per_token"] < speed]
-        lines.append(f"\nFaster than speed=True: {', '.join(losing) or 'none of these'}.")
+        for name, engine in zip(short, engines):
+            taken, alone = result["passes"][engine].values()
+            losing = [
+                other for other in decoding if decoding[other]["ms_per_token"] < decoding[engine]["ms_per_token"]
+            ]
+            lines.append(
+                f"\n{name}: a pass takes {taken:.2f} ms (median), its products and attention alone {alone:.2f} ms; "
+                f"faster than it: {', '.join(losing) or 'none of these'}."
+            )
     return "\n".join(lines)
 
 

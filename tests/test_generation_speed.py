@@ -409,6 +409,7 @@ def test_a_foreign_generation_config_turns_speed_on():
 REFUSALS = {
     "unknown option": ({"speed_drafts": 3}, "no option of speed decoding.*speed_prompt_overlap"),
     "not a truth value": ({"speed_prompt_overlap": "yes"}, "must be True or False"),
+    "kernels in float64": ({"speed_kernels": True}, "in float32 or bfloat16, got cpu and torch.float64"),
     "beam search": ({"num_beams": 2}, "greedily or by sampling, got beam_search"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "greedily or by sampling, got assisted_generation"),
     "guidance": ({"guidance_scale": 2.0}, "guidance_scale.*remembers tokens"),

@@ -62,6 +62,7 @@ def test_a_checkpoint_holds_its_code(checkpoint):
         "modeling_speed_t5",
         "loss_speed",
         "packed_speed",
+        "kernels_speed",
         "cache_speed",
         "rows_speed",
         "window_speed",

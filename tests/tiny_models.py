@@ -2,11 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models small enough for tests, with nothing in them that an error could hide behind."""
 
+import shutil
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 
 from speed_hf import SpeedT5Config, SpeedT5ForCausalLM
 
+
+# What `speed_kernels=True` needs.
+HAS_COMPILER = shutil.which("c++") is not None and bool(shutil.which("ninja") or find_spec("ninja"))
 
 # No two sizes are equal, heads times head_dim is not the width, and 30 tokens reach past the largest distance.
 TINY_SIZES = {

@@ -17,6 +17,7 @@ from transformers.generation import (
 )
 
 from .cache_speed import SpeedCache, memory_dtype
+from .kernels_speed import operations_for
 from .packed_speed import PackedWeights
 from .rows_speed import RowsInFlight
 from .window_speed import NO_TOKEN, Window
@@ -26,6 +27,7 @@ from .window_speed import NO_TOKEN, Window
 SPEED_OPTIONS = {
     "speed": False,  # decode by the pipeline
     "speed_prompt_overlap": True,  # start new tokens while the prompt is still in flight
+    "speed_kernels": False,  # on a CPU, compile the small operations of a pass and use them
     "speed_trace": False,  # keep what every pass computed, for pictures and tests
 }
 
@@ -236,8 +238,11 @@ class _SpeedRun:
             seen=None if seen is None else _pad_columns(seen, max_length, True),
             prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
             multiply=PackedWeights.of(model),
+            operations=operations_for(self.device, model.dtype, generation_config.speed_kernels),
         )
-        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden)
+        self.choose = _TokenChoice(
+            self.window, logits_processor, generation_config, self.device, hidden, self.rows.operations
+        )
         self.stop = _StopCheck(
             self.window, stopping_criteria, self.device, hidden, generation_config._pad_token_tensor
         )
@@ -424,9 +429,10 @@ class _TokenChoice:
     text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
     """
 
-    def __init__(self, window, logits_processor, generation_config, device, num_hidden_columns):
+    def __init__(self, window, logits_processor, generation_config, device, num_hidden_columns, operations):
         self.window = window
         self.device = device
+        self.operations = operations
         self.num_hidden_columns = num_hidden_columns
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
@@ -436,18 +442,20 @@ class _TokenChoice:
         self.output_scores = returns_dict and generation_config.output_scores
         self.output_logits = returns_dict and generation_config.output_logits
         self.kept = {}  # column -> (scores, logits), each (B, V), of committed tokens
+        self.is_plain = not (len(logits_processor) or self.do_sample or self.output_scores or self.output_logits)
         self.last = None
 
     def __call__(self, sequences, columns, logits):
-        logits = logits.float()  # as plain decoding does, whatever the model's precision
+        if self.is_plain:
+            return self.operations.argmax(logits).numpy()
+        logits = logits.float()
         scores = self._process(sequences, columns, logits)
         if self.output_scores or self.output_logits:
             self.last = scores, logits
         if self.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
             scores = probs / self._noise(sequences, columns, probs)
-        # NumPy takes a sixth of torch's time on a CPU, and both give the first of equal scores.
-        return scores.numpy().argmax(-1) if scores.device.type == "cpu" else scores.argmax(-1).cpu().numpy()
+        return self.operations.argmax(scores).numpy()
 
     def _process(self, sequences, columns, logits):
         """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""

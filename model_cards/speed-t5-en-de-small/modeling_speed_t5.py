@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_speed import memory_dtype
 from .configuration_speed_t5 import SpeedT5Config
 from .generation_speed import SpeedGenerationMixin
+from .kernels_speed import TorchOperations
 from .loss_speed import multi_exit_loss
 from .packed_speed import multiply
 from .rows_speed import WholeSequences
@@ -70,9 +71,8 @@ class SpeedT5RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # torch computes it in float32 for lower precisions, as T5X does.
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+    def forward(self, hidden_states: torch.Tensor, operations=TorchOperations) -> torch.Tensor:
+        return operations.rms_norm(hidden_states, self.weight, self.eps)
 
 
 class SharedDropout(nn.Module):
@@ -134,6 +134,9 @@ class SpeedT5Attention(nn.Module):
         head_shape = (*input_shape, -1, self.head_dim)
         products = rows.multiply(hidden_states, self.q, self.k, self.v)
         query, key, value = (product.view(head_shape) for product in products)
+        if rows.attends_by_itself:
+            attended = rows.attend(query, key, value, self.layer_idx).view(*input_shape, -1)
+            return rows.multiply(attended, self.o)[0], None
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -159,7 +162,7 @@ class SpeedT5MLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, rows) -> torch.Tensor:
         gate, states = rows.multiply(hidden_states, self.wi_0, self.wi_1)
-        states = nn.functional.gelu(gate, approximate="tanh") * states
+        states = rows.operations.gated_gelu(gate, states)
         return rows.multiply(self.dropout(states), self.wo)[0]
 
 
@@ -177,9 +180,11 @@ class SpeedT5DecoderLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         # The masks hold the learned bias. They come by position, since reentrant checkpointing differentiates only
         # those.
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), rows, *attention_masks, **kwargs)
+        states = self.input_layernorm(hidden_states, rows.operations)
+        attended, _ = self.self_attn(states, rows, *attention_masks, **kwargs)
         hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states), rows))
+        states = self.post_attention_layernorm(hidden_states, rows.operations)
+        return hidden_states + self.dropout(self.mlp(states, rows))
 
 
 @auto_docstring
@@ -269,35 +274,39 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
         """
         if rows.attention_masks is None:
             refuse_float16(hidden_states)
+            if rows.attends_by_itself:
+                self._add_bias_line(rows, True, hidden_states.dtype)
             rows.attention_masks = [self._attention_mask(rows, block, hidden_states.dtype) for block in rows.blocks]
         for layer in self.layers:
             hidden_states = layer(hidden_states, rows, *rows.attention_masks, **kwargs)
         return hidden_states
 
-    def exit_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def exit_states(self, hidden_states: torch.Tensor, operations=TorchOperations) -> torch.Tensor:
         """Hidden states after a repetition -> what the head reads at that exit, of the same shape."""
-        return self.dropout(self.norm(hidden_states))
+        return self.dropout(self.norm(hidden_states, operations))
 
     def _attention_mask(self, rows, block, dtype):
         """Relative bias where a key is visible, the lowest number elsewhere: `(N, H, W, S)`, added to the scores."""
         causal = block.visible is None
-        if causal not in rows.bias_lines:
-            rows.bias_lines[causal] = self._bias_line(rows.num_columns, causal, rows.attention_dtype or dtype)
+        self._add_bias_line(rows, causal, dtype)
         # The biases of a query to all keys lie side by side in the line; it only matters where they begin.
         windows = rows.bias_lines[causal].unfold(1, rows.num_keys, 1).transpose(0, 1)
         bias = windows[rows.num_columns - 1 - block.positions].transpose(1, 2)
         return bias if causal else torch.where(block.visible, bias, torch.finfo(bias.dtype).min)
 
-    def _bias_line(self, num_columns, causal, dtype):
+    def _add_bias_line(self, rows, causal, dtype):
         """Biases of distances from `num_columns` - 1 down to 1 - `num_columns`, query minus key: one line per head."""
-        config = self.config
+        if causal in rows.bias_lines:
+            return
+        config, num_columns, dtype = self.config, rows.num_columns, rows.attention_dtype or dtype
         buckets = relative_buckets(
             config.relative_attention_num_buckets, config.relative_attention_max_distance, num_columns
         )
         table = self.relative_attention_bias.weight.to(dtype)
         before = table[buckets.flip(0).to(table.device)].T
         after = before[:, -1:].expand(-1, num_columns - 1)  # keys to the right share bucket 0
-        return torch.cat([before, torch.full_like(after, torch.finfo(dtype).min) if causal else after], dim=1)
+        after = torch.full_like(after, torch.finfo(dtype).min) if causal else after
+        rows.bias_lines[causal] = torch.cat([before, after], dim=1)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -481,7 +490,9 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         Returns:
             `torch.Tensor` of shape `(*shape, V)`.
         """
-        return self._head(self.model.exit_states(hidden_states), multiply if rows is None else rows.multiply)
+        if rows is None:
+            return self._head(self.model.exit_states(hidden_states))
+        return self._head(self.model.exit_states(hidden_states, rows.operations), rows.multiply)
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from .kernels_speed import TorchOperations
 from .packed_speed import multiply
 
 
@@ -50,6 +51,7 @@ class WholeSequences:
     """
 
     multiply = staticmethod(multiply)
+    operations = TorchOperations
 
     def __init__(self, query_positions, num_keys, visible, cache: Cache | None = None, attention_dtype=None):
         self.blocks = [QueryBlock(query_positions[None], visible)]
@@ -57,6 +59,7 @@ class WholeSequences:
         self.cache = cache
         self.attention_dtype = attention_dtype
         self.bias_lines: dict[bool, torch.Tensor] = {}  # made by the model
+        self.attends_by_itself = False
         self.first_slot = 0  # slot of the repetition's first layer; moved on by the model after each repetition
         self.attention_masks = None  # one float tensor per block, made by the model once per pass
 
@@ -90,17 +93,27 @@ class RowsInFlight:
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
         prefix (`torch.Tensor` of shape `(B, S)`, *optional*): bool, columns that see each other in both directions.
         multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
+        operations ([`TorchOperations`] or [`CompiledOperations`]): what is no product.
     """
 
     def __init__(
-        self, cache, num_sequences, max_columns, device, attention_dtype, seen=None, prefix=None, multiply=multiply
+        self,
+        cache,
+        num_sequences,
+        max_columns,
+        device,
+        attention_dtype,
+        seen=None,
+        prefix=None,
+        multiply=multiply,
+        operations=TorchOperations,
     ):
         self.cache = cache
         self.num_sequences = num_sequences
         self.max_columns = max_columns
         self.device = device
         self.seen, self.prefix = seen, prefix
-        self.multiply = multiply
+        self.multiply, self.operations = multiply, operations
         self.attention_dtype = attention_dtype
         self.num_columns = 0
         self.bias_lines = {}  # made by the model, for `num_columns` keys
@@ -123,7 +136,11 @@ class RowsInFlight:
         if self.num_columns != self.cache.num_columns:
             self.num_columns, self.bias_lines = self.cache.num_columns, {}
         self.index = tuple(self._tensor(index) for index in (repetitions, sequences, columns))
+        # A compiled operation finds the keys of each row by itself, but knows of no prefix.
+        self.attends_by_itself = self.operations.attend is not None and not meets_prefix
+        self.blocks = [] if self.attends_by_itself else self._blocks(sequences, columns, repetitions, meets_prefix)
 
+    def _blocks(self, sequences, columns, repetitions, meets_prefix):
         cells = repetitions * self.num_sequences + sequences
         counts = np.bincount(cells, minlength=self.cache.num_repetitions * self.num_sequences)
         places = np.arange(len(cells)) - (counts.cumsum() - counts)[cells]
@@ -133,7 +150,7 @@ class RowsInFlight:
         widest = widths.index(max(widths))
         rest = max(widths[:widest] + widths[widest + 1 :], default=0)
         bounds = [0, widest, widest + 1, len(widths)] if widths[widest] > 4 * rest > 0 else [0, len(widths)]
-        self.blocks = []
+        blocks = []
         for start, stop in pairwise(bounds):
             used = [repetition for repetition in range(start, stop) if widths[repetition]]
             if used:
@@ -141,7 +158,8 @@ class RowsInFlight:
                 width, first_cell = max(widths[start:stop]), start * self.num_sequences
                 rows = slice(*cells.searchsorted([first_cell, stop * self.num_sequences]).tolist())
                 spread = (cells[rows] - first_cell) * width + places[rows]
-                self.blocks.append(self._block(columns[rows], rows, slice(start, stop), width, spread, meets_prefix))
+                blocks.append(self._block(columns[rows], rows, slice(start, stop), width, spread, meets_prefix))
+        return blocks
 
     def _block(self, positions, rows, repetitions, width, spread, meets_prefix):
         repeats = repetitions.stop - repetitions.start
@@ -180,6 +198,11 @@ class RowsInFlight:
             keys, values = memory[:, block.repetitions, :, :, : self.num_keys].flatten(1, 2).unbind()
             inputs.append((queries, keys, values))
         return inputs
+
+    def attend(self, query, key, value, layer_idx):
+        """Queries, keys, values `(R, H, D)` of one layer -> attention outputs `(R, H, D)`; stores keys and values."""
+        memory = self.cache.memory(layer_idx, key, self.num_sequences)
+        return self.operations.attend(query, key, value, memory, *self.index, self.bias_lines[True], self.seen)
 
     def leave(self, outputs):
         """Attention outputs `(N, W, H, D)` per block -> `(R, H, D)`."""

@@ -69,10 +69,15 @@ class SpeedCache(Cache):
         Returns:
             `torch.Tensor`: the whole memory of the layer, `(2, G, B, H, S, D)`.
         """
+        memory = self.memory(layer_idx, key, num_sequences)
+        memory[:, repetitions, sequences, :, columns] = torch.stack((key, value), 1).to(memory.dtype)
+        return memory
+
+    def memory(self, layer_idx, key, num_sequences):
+        """The memory `(2, G, B, H, S, D)` of one layer, for keys like `key` `(R, H, D)`."""
         store = self.stores[layer_idx]
         if store.memory is None:
             store.allocate(num_sequences, key)
-        store.memory[:, repetitions, sequences, :, columns] = torch.stack((key, value), 1).to(store.memory.dtype)
         return store.memory
 
     @property

@@ -1,0 +1,128 @@
+# Copyright 2026 The speed_hf authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled operations of a pass: the same numbers as torch's, and the same text."""
+
+import pytest
+import torch
+from tiny_models import HAS_COMPILER, flipping_model, prompts
+from torch.utils import cpp_extension
+
+from speed_hf import kernels_speed
+from speed_hf.kernels_speed import TorchOperations, load_kernels
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+pytestmark = pytest.mark.skipif(
+    not HAS_COMPILER,
+    reason="the operations are compiled with a C++ compiler and ninja, and this machine has not got both",
+)
+
+
+def assert_close(got, expected):
+    tolerance = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got, expected.to(got.dtype), rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 24), (5, 100), (2, 3, 64)], ids=str)
+def test_compiled_norm_equals_torchs(dtype, shape):
+    states = torch.randn(*shape, dtype=dtype) * 100
+    states[0] = 0
+    weight = torch.randn(shape[-1], dtype=dtype)
+    assert_close(load_kernels().rms_norm(states, weight, 1e-6), TorchOperations.rms_norm(states, weight, 1e-6))
+    columns = torch.randn(shape[-1], 7, dtype=dtype).T
+    assert_close(load_kernels().rms_norm(columns, weight, 1e-6), TorchOperations.rms_norm(columns, weight, 1e-6))
+
+
+def test_a_norm_of_another_precision_is_torchs():
+    states, weight = torch.randn(3, 24, dtype=torch.bfloat16), torch.randn(24)
+    expected = TorchOperations.rms_norm(states, weight, 1e-6)
+    assert torch.equal(load_kernels().rms_norm(states, weight, 1e-6), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_rows", [1, 6, 50])
+def test_compiled_gelu_equals_torchs(dtype, num_rows):
+    # Halves of one product, as the model has them, from 0 to where the tanh is 1 in any precision.
+    gate, states = (torch.randn(num_rows, 2 * 33, dtype=dtype) * 4).split(33, dim=-1)
+    gate[0, :4] = torch.tensor([0.0, 300.0, -300.0, -11.0])
+    assert_close(load_kernels().gated_gelu(gate, states), TorchOperations.gated_gelu(gate, states))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (1, 37), (7, 1000)], ids=str)
+def test_compiled_argmax_is_the_first_of_the_largest(dtype, shape):
+    scores = (torch.randn(*shape) * 3).round().to(dtype)  # with many equal ones
+    assert torch.equal(load_kernels().argmax(scores), scores.argmax(-1))
+    scores.fill_(-torch.inf)
+    assert torch.equal(load_kernels().argmax(scores), torch.zeros(shape[0], dtype=torch.long))
+    scores[0, -1] = torch.nan
+    assert torch.equal(load_kernels().argmax(scores), scores.argmax(-1))
+
+
+@DTYPES
+@pytest.mark.parametrize("memory_dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("head_dim", [10, 32, 64])
+@pytest.mark.parametrize("padded", [False, True])
+def test_compiled_attention_stores_and_meets_exactly_its_keys(dtype, memory_dtype, head_dim, padded):
+    torch.manual_seed(0)
+    num_heads, num_columns = 3, 40
+    # Two rows are neighbours of one sequence in one repetition: the second meets the key that the first just stored.
+    repetitions, sequences = torch.tensor([0, 0, 0, 1, 2]), torch.tensor([0, 1, 1, 1, 0])
+    columns = torch.tensor([39, 7, 8, 5, 2])
+    query, key, value = torch.randn(5, 3 * num_heads * head_dim).to(dtype).view(5, 3, num_heads, head_dim).unbind(1)
+    memory = torch.randn(2, 3, 2, num_heads, num_columns, head_dim).to(memory_dtype)
+    for row in range(5):
+        memory[:, repetitions[row], sequences[row], :, columns[row] :] = float("nan")  # nobody may look there
+    expected_memory = memory.clone()
+    line = torch.randn(num_heads, 2 * num_columns - 1)
+    seen = torch.ones(2, num_columns, dtype=torch.bool)
+    if padded:
+        seen[1, :3] = seen[0, 1] = False
+
+    got = load_kernels().attend(
+        query, key, value, memory, repetitions, sequences, columns, line, seen if padded else None
+    )
+    for row in range(5):
+        place = (repetitions[row], sequences[row], slice(None), columns[row])
+        expected_memory[0][place], expected_memory[1][place] = key[row], value[row]
+    assert torch.equal(memory.nan_to_num(), expected_memory.nan_to_num())
+    for row in range(5):
+        num_keys = int(columns[row]) + 1
+        keys, values = expected_memory[:, repetitions[row], sequences[row], :, :num_keys].double()
+        scores = (keys * query[row].double()[:, None]).sum(-1) + line[:, num_columns - num_keys : num_columns]
+        scores = scores.masked_fill(~seen[sequences[row], :num_keys], -torch.inf)
+        assert_close(got[row], (scores.softmax(-1)[..., None] * values).sum(1))
+
+
+@pytest.mark.parametrize("flips", ["never", "seldom", "often"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_compiled_text_equals_torchs(flips, batch_size):
+    model = flipping_model(flips, torch.float32)
+    inputs = prompts(batch_size, 9, padded=batch_size > 1)
+    options = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **options)
+    output = model.generate(**inputs, **options, speed=True, speed_kernels=True)
+    assert torch.equal(output.sequences, plain.sequences)
+    # What is left in the cache can be continued without them.
+    longer = {"input_ids": output.sequences, "attention_mask": torch.ones_like(output.sequences)}
+    longer["attention_mask"][:, :9] = inputs["attention_mask"]
+    continued = model.generate(**longer, **options, cache=output.cache, speed=True)
+    assert torch.equal(continued.sequences, model.generate(**longer, **options).sequences)
+
+
+def test_a_prefix_is_read_in_both_directions_with_compiled_operations():
+    model = flipping_model("often", torch.float32, prefix_lm=True)
+    inputs = prompts(2, 9, padded=True)
+    output = model.generate(**inputs, max_new_tokens=20, do_sample=False, speed=True, speed_kernels=True)
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no c++ here")
+
+    monkeypatch.setattr(cpp_extension, "load_inline", fail)
+    with pytest.raises(RuntimeError, match=r"could not compile.*no c\+\+ here.*or leave `speed_kernels` out"):
+        kernels_speed._compile("speed_hf_none")
