@@ -97,3 +97,24 @@ def test_a_trained_model_decodes_with_its_new_weights():
     after = model.generate(**inputs, max_new_tokens=20, speed=True, do_sample=False)
     assert torch.equal(after, model.generate(**inputs, max_new_tokens=20, do_sample=False))
     assert not torch.equal(after, before)
+
+
+class Quantized(torch.Tensor):
+    """A weight that knows how to multiply, like those of quantization packages, and has no numbers to look at."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.view, torch.Tensor.data_ptr, torch.cat):
+            raise NotImplementedError(f"no {function}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def test_quantized_weights_multiply_by_themselves():
+    model = flipping_model("often", torch.float32)
+    expected = model.generate(**prompts(2, 5), max_new_tokens=9, do_sample=False)
+    for layer in model.model.layers:
+        weight = layer.mlp.wo.weight.detach().as_subclass(Quantized)
+        layer.mlp.wo._parameters["weight"] = weight
+    output = model.generate(**prompts(2, 5), max_new_tokens=9, do_sample=False, speed=True)
+    assert torch.equal(output, expected)

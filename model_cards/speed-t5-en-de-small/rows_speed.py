@@ -13,6 +13,9 @@ from .kernels_speed import TorchOperations
 from .packed_speed import multiply
 
 
+LONG_PROMPT = 400  # rows per sequence
+
+
 @dataclass
 class QueryBlock:
     """
@@ -136,8 +139,10 @@ class RowsInFlight:
         if self.num_columns != self.cache.num_columns:
             self.num_columns, self.bias_lines = self.cache.num_columns, {}
         self.index = tuple(self._tensor(index) for index in (repetitions, sequences, columns))
-        # A compiled operation finds the keys of each row by itself, but knows of no prefix.
-        self.attends_by_itself = self.operations.attend is not None and not meets_prefix
+        # A compiled operation finds the keys of each row by itself. It knows of no prefix, and the many rows of a long
+        # prompt better share what they read.
+        is_long = len(columns) > LONG_PROMPT * self.num_sequences
+        self.attends_by_itself = self.operations.attend is not None and not meets_prefix and not is_long
         self.blocks = [] if self.attends_by_itself else self._blocks(sequences, columns, repetitions, meets_prefix)
 
     def _blocks(self, sequences, columns, repetitions, meets_prefix):

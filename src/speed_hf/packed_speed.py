@@ -42,7 +42,7 @@ class PackedWeights:
             [`PackedWeights`]
         """
         packed = cls._of_models.setdefault(model, cls())
-        fingerprint = [_fingerprint(module.weight) for module in model.modules() if type(module) is nn.Linear]
+        fingerprint = [_fingerprint(module.weight) for module in model.modules() if _is_plain(module)]
         if fingerprint != packed._fingerprint:
             packed._products, packed._fingerprint = {}, fingerprint
         return packed
@@ -90,9 +90,12 @@ def _can_pack(linears):
     )
 
 
-def _is_plain(linear):
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
-    return type(linear) is nn.Linear and linear.bias is None and not hooked
+def _is_plain(module):
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
+        return False  # quantized weights are tensors of a class of their own
+    return module.bias is None and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )
 
 
 def _onednn_multiplies(dtype):
