@@ -38,6 +38,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.
     parser.add_argument("--checkpoint", default="model_cards/speed-t5-en-de-small", help="Folder of a checkpoint.")
     parser.add_argument("--text", default=TEXT, help="What to translate.")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="Longest translation, in tokens.")
+    parser.add_argument("--speed_kernels", action="store_true", help="Compile the small operations; 15 s at first.")
     parser.add_argument("--output", default="demo_pipeline.png", help="The picture to write.")
     return parser, parser.parse_args(argv)
 
@@ -77,6 +78,7 @@ def main(argv: list[str] | None = None):
         model, tokenizer = load_checkpoint(args.checkpoint)
     except ValueError as error:
         parser.error(str(error))
+    model.generation_config.speed_kernels = args.speed_kernels
     inputs = tokenizer(args.text, return_tensors="pt").to(model.device)
     config = model.config
     name = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name()

@@ -44,6 +44,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.
     parser.add_argument("--num_prompts", type=int, default=50, help="Prompts of each file to time, evenly spread.")
     parser.add_argument("--num_runs", type=int, default=1, help="Timed runs of either decoding, for each prompt.")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="To time; scores use the first.")
+    parser.add_argument("--speed_kernels", action="store_true", help="Time the pipeline with compiled operations too.")
     parser.add_argument("--limit", type=int, help="Pairs of each file, evenly spread; then nothing is written.")
     args = parser.parse_args(argv)
     for name in ("max_source_length", "max_new_tokens", "batch_size", "num_prompts", "num_runs", "limit"):
@@ -94,13 +95,13 @@ def signatures(texts: list[str], references: list[str]) -> dict[str, str]:
     return found
 
 
-def time_prompts(model, tokenizer, sources: list[str], args) -> dict:
+def time_prompts(model, tokenizer, sources: list[str], args, speed_kernels: bool) -> dict:
     """Plain against pipelined decoding of evenly spread prompts, one at a time."""
     prompts = [sources[place] for place in evenly_spread(len(sources), args.num_prompts)]
     comparisons = []
     for prompt in [prompts[0], *prompts]:  # the first one warms up
         inputs = tokenizer(prompt, truncation=True, max_length=args.max_source_length + 2, return_tensors="pt")
-        options = {"max_new_tokens": args.max_new_tokens}
+        options = {"max_new_tokens": args.max_new_tokens, "speed_kernels": speed_kernels}
         comparisons.append(compare_decoding(model, inputs.to(model.device), args.num_runs, **options))
     comparisons = comparisons[1:]
     lengths = np.array([len(comparison.speed_tokens) for comparison in comparisons])
@@ -141,9 +142,14 @@ def evaluate(args, pairs: dict[str, dict[str, list[str]]], command: str) -> tupl
     results["decoding"] = {name: {} for name in pairs}
     for dtype in args.dtypes:
         timed, _ = load_checkpoint(args.checkpoint, getattr(torch, dtype))
-        for name, columns in pairs.items():
-            results["decoding"][name][dtype] = time_prompts(timed, tokenizer, columns["source"], args)
-            print(f"{name}, {dtype}: {json.dumps(results['decoding'][name][dtype])}", flush=True)
+        for kind, speed_kernels in {
+            dtype: False,
+            **({f"{dtype}, compiled": True} if args.speed_kernels else {}),
+        }.items():
+            for name, columns in pairs.items():
+                found = time_prompts(timed, tokenizer, columns["source"], args, speed_kernels)
+                results["decoding"][name][kind] = found
+                print(f"{name}, {kind}: {json.dumps(found)}", flush=True)
     return results, model
 
 

@@ -8,6 +8,7 @@ import demo
 import evaluate_checkpoint
 import pytest
 import torch
+from tiny_models import HAS_COMPILER
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +107,8 @@ def test_a_checkpoint_that_is_not_there_is_explained(damage, checkpoint, pairs_f
 
 
 def test_evaluation_writes_every_figure_of_the_card(checkpoint, pairs_file, capsys):
-    evaluate(checkpoint, pairs_file, "--dtypes", "float32", "bfloat16")
+    compiled = ["--speed_kernels"] if HAS_COMPILER else []
+    evaluate(checkpoint, pairs_file, "--dtypes", "float32", "bfloat16", *compiled)
     results = json.loads((checkpoint / "results.json").read_text())
     scores = results["texts"]["pairs.test.jsonl"]
     assert scores["pairs"] == 6 and {group: found["pairs"] for group, found in scores["groups"].items()} == {
@@ -116,7 +118,10 @@ def test_evaluation_writes_every_figure_of_the_card(checkpoint, pairs_file, caps
     assert "tok:13a" in results["signatures"]["BLEU"] and "nc:6" in results["signatures"]["chrF"]
     assert results["environment"].keys() >= {"command", "CPU", "threads", "torch", "transformers", "date"}
     found = results["decoding"]["pairs.test.jsonl"]
-    assert found.keys() == {"float32", "bfloat16"}
+    kinds = [
+        f"{dtype}{kernels}" for dtype in ("float32", "bfloat16") for kernels in ("", ", compiled")[: 1 + HAS_COMPILER]
+    ]
+    assert list(found) == kinds
     for by_dtype in found.values():
         assert by_dtype["prompts"] == 3 and 3 <= by_dtype["new_tokens"] <= 24
         assert 1 <= by_dtype["speed"]["passes_per_token"] <= by_dtype["plain"]["passes_per_token"] == 3

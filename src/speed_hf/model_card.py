@@ -113,6 +113,7 @@ def results_section(results: dict) -> str:
         `str`: Markdown.
     """
     environment, texts, decoding = results["environment"], results["texts"], results["decoding"]
+    kinds = {kind for by_dtype in decoding.values() for kind in by_dtype}
     lines = [
         "## Results",
         f"Every number below comes from one run of\n\n```\n{environment['command']}\n```",
@@ -133,7 +134,8 @@ def results_section(results: dict) -> str:
     lines += [
         "Signatures: " + ", ".join(f"{metric} `{value}`" for metric, value in results["signatures"].items()) + ".",
         "Plain and pipelined decoding of one text at a time, in turns. Time is the whole call divided by the new "
-        "tokens, median over the prompts and 90th percentile; passes are uses of the unique layers, prompt included:",
+        "tokens, median over the prompts and 90th percentile; passes are uses of the unique layers, prompt included"
+        + ("; compiled: with `speed_kernels=True`:" if any("compiled" in kind for kind in kinds) else ":"),
         _decoding_table(decoding),
     ]
     return "\n\n".join(lines) + "\n"
