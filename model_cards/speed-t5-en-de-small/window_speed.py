@@ -21,7 +21,8 @@ class Window:
     predecessors wrote for their present tokens: here, invalidating a position means `done = 0` and nothing else.
 
     The arrays are NumPy's and live beside the processor, because a pass must be decided before it can be computed: a
-    dozen numbers, for which an operation of NumPy takes a fifth of the time of one of torch.
+    dozen numbers, for which an operation of NumPy takes a fifth of the time of one of torch. Even that is slow after a
+    pass has swept the caches, so what concerns one row of a sequence is done in plain Python.
 
     Args:
         prompt (`np.ndarray` of shape `(B, L)`): token ids, padding included.
@@ -39,9 +40,9 @@ class Window:
         tokens (`np.ndarray` of shape `(B, max_length)`, int64): given, committed and guessed tokens, then `NO_TOKEN`.
         done (`np.ndarray` of shape `(B, max_length)`, int64): repetitions behind each position, 0 .. G.
         num_committed (`np.ndarray` of shape `(B,)`, int64): leading columns whose token is final, prompt included.
-        changed (`np.ndarray` of shape `(B, max_length, G)`): bool, whether the prediction changed at exit i + 1.
-        watched (`np.ndarray` of shape `(B, max_length)`): bool, whether exit 1 of the position was asked.
-        passes_per_token (`np.ndarray` of shape `(B,)`, float64): of late, where guesses were made. A token whose
+        history (`np.ndarray` of shape `(B, max_length)`, int64): what became of each prediction that was asked for
+            from exit 1 on. Bit 1 is set, and bit i if the prediction changed at exit i. 0 for the others.
+        passes_per_token (`list[float]`): of each sequence of late, where guesses were made. A token whose
             prediction changes last at exit i takes i passes.
         first_exit (`int`): exit from which on predictions are asked for. 1, or G where guessing does not pay: then the
             next position waits, and a token costs what it costs plainly. One for all sequences, since they share the
@@ -62,7 +63,7 @@ class Window:
     ):
         batch_size, self.prompt_length = prompt.shape
         self.num_repetitions = num_repetitions
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = set() if eos_token_ids is None else set(eos_token_ids.tolist())
         self.overlap_prompt = overlap_prompt
         self.asks = np.isin(np.arange(num_repetitions + 1), range(1, num_repetitions + 1) if exits is None else exits)
         self.last_column = max_length - 1  # its token may be predicted, but nothing follows it, so it is never started
@@ -73,11 +74,10 @@ class Window:
         if seen is not None:
             # The last prompt position predicts the first new token, so it is computed even where it counts as padding.
             self.done[:, : self.prompt_length - 1][~seen[:, :-1]] = num_repetitions
-        self.changed = np.zeros((batch_size, max_length, num_repetitions), dtype=bool)
-        self.watched = np.zeros((batch_size, max_length), dtype=bool)
+        self.history = np.zeros_like(self.tokens)
         self.break_even = num_repetitions if break_even is None else break_even
-        self.passes_per_token = np.ones(batch_size)
-        self.num_tried = np.zeros(batch_size, dtype=np.int64)  # tokens that were guessed
+        self.passes_per_token = [1.0] * batch_size
+        self.num_tried = [0] * batch_size  # tokens that were guessed
         self.num_untried = 0  # tokens since the last attempt to guess
         self.retry_after = RETRY[0]
         self.first_exit = num_repetitions if self.break_even < 1 else 1
@@ -113,8 +113,8 @@ class Window:
         Returns:
             `np.ndarray`: indices of the rows whose predictions are wanted.
         """
-        self.done[sequences, columns] += 1
-        exits = self.done[sequences, columns]
+        exits = self.done[sequences, columns] + 1
+        self.done[sequences, columns] = exits
         asked = self.asks[exits] & (exits >= self.first_exit)
         return (asked & (columns >= self.prompt_length - 1)).nonzero()[0]
 
@@ -129,35 +129,26 @@ class Window:
             sequences, columns (`np.ndarray` of shape `(R,)`): the rows of the pass that predict new tokens.
             predictions (`np.ndarray` of shape `(R,)`): the token each of them predicts for the column after it.
         """
-        following = slice(self.first + 1, self.stop + 1)
-        old = self.tokens[:, following]
-        new = old.copy()
-        places = columns - self.first
-        new[sequences, places] = predictions
-        differs = new != old
+        guesses = self.tokens[sequences, columns + 1]
         exits = self.done[sequences, columns]
-        guessed = old[sequences, places] != NO_TOKEN
-        self.changed[sequences, columns, exits - 1] = differs[sequences, places] & guessed & (exits > 1)
-        self.watched[sequences, columns] = (exits == 1) | (guessed & self.watched[sequences, columns])
+        differs, guessed = predictions != guesses, guesses != NO_TOKEN
+        history = np.where(exits == 1, 2, self.history[sequences, columns] * guessed)
+        self.history[sequences, columns] = history | ((history > 0) & differs & guessed & (exits > 1)) << exits
 
-        first_difference = differs.argmax(1)
-        every = np.arange(len(old))
-        any_differs = differs[every, first_difference]
-        token = new[every, first_difference]  # replaced or added
-        keep_until = np.where(any_differs, first_difference, old.shape[1])[:, None]
-        index = self.columns[: old.shape[1]]
-        self.done[:, following] *= index < keep_until
-        old[index >= keep_until] = NO_TOKEN
-        old[every[any_differs], first_difference[any_differs]] = token[any_differs]
-        column = first_difference + (self.first + 1)
-        startable = (column < self.last_column) & ~self._ends(token)
-        self.end = np.where(any_differs, column + startable, self.end)
+        first: dict[int, tuple[int, int]] = {}  # sequence -> column and token of its first difference
+        for sequence, column, token in zip(*(rows[differs].tolist() for rows in (sequences, columns, predictions))):
+            if sequence not in first or column < first[sequence][0]:
+                first[sequence] = column, token
+        for sequence, (column, token) in first.items():
+            self._restart(sequence, column + 1, token)
         self.stop = max(int(self.end.max()), self.first + 1)
 
-    def _ends(self, tokens):
-        if self.eos_token_ids is None:
-            return np.zeros_like(tokens, dtype=bool)
-        return (tokens[:, None] == self.eos_token_ids).any(1)
+    def _restart(self, sequence, column, token):
+        """A new token, and nothing known of what follows."""
+        self.tokens[sequence, column] = token
+        self.tokens[sequence, column + 1 : self.stop + 1] = NO_TOKEN
+        self.done[sequence, column : self.stop + 1] = 0
+        self.end[sequence] = column + (column < self.last_column and token not in self.eos_token_ids)
 
     def commit(self, running):
         """
@@ -174,24 +165,27 @@ class Window:
         committed = np.where(running, np.maximum(complete + 1, self.prompt_length), self.num_committed)
         num_new = committed - self.num_committed
         self.num_committed = committed
-        if num_new.any():
-            self._hold_back(num_new > 0, running)
+        grown = num_new.nonzero()[0].tolist()
+        if grown and self.break_even >= 1:
+            self._hold_back(grown, running)
         return num_new
 
     def _hold_back(self, grown, running):
         """Stop guessing where it costs more than it brings, and try again now and then."""
-        if self.break_even < 1:
-            return
-        position = np.arange(len(grown)), self.num_committed - 2  # that predicted the newest token
-        tried, changed = grown & self.watched[position], self.changed[position]
-        num_passes = np.where(changed.any(1), self.num_repetitions - changed[:, ::-1].argmax(1), 1)
-        self.num_tried += tried
-        memory = np.minimum(self.num_tried + TRUST, MEMORY)
-        self.passes_per_token += np.where(tried, (num_passes - self.passes_per_token) / memory, 0)
-        costly = self.passes_per_token[running].mean() > self.break_even
-        if tried.any():
+        tried = False
+        for sequence in grown:
+            history = int(self.history[sequence, self.num_committed[sequence] - 2])  # behind the newest token
+            if history:
+                tried = True
+                self.num_tried[sequence] += 1
+                memory = min(self.num_tried[sequence] + TRUST, MEMORY)
+                num_passes = history.bit_length() - 1  # the last exit at which it changed, 1 if it never did
+                self.passes_per_token[sequence] += (num_passes - self.passes_per_token[sequence]) / memory
+        passes = [self.passes_per_token[sequence] for sequence in running.nonzero()[0].tolist()]
+        costly = sum(passes) > self.break_even * len(passes)
+        if tried:
             self.retry_after = min(2 * self.retry_after, RETRY[1]) if costly else RETRY[0]
-        self.num_untried = 0 if tried.any() else self.num_untried + 1
+        self.num_untried = 0 if tried else self.num_untried + 1
         self.first_exit = self.num_repetitions if costly and self.num_untried < self.retry_after else 1
 
     def leave(self, running):
@@ -209,10 +203,12 @@ class Window:
         A change at an exit that was not asked for counts at the next that was.
         """
         predicting = (self.columns >= self.prompt_length - 1) & (self.columns < self.num_committed[:, None] - 1)
-        predicting &= self.watched
-        num_predictions = max(int(predicting.sum()), 1)
-        flips = (self.changed & predicting[..., None]).sum((0, 1)).tolist()
-        return {exit_: flips[exit_ - 1] / num_predictions for exit_ in range(2, self.num_repetitions + 1)}
+        history = self.history[predicting]
+        history = history[history > 0]
+        return {
+            exit_: int((history >> exit_ & 1).sum()) / max(len(history), 1)
+            for exit_ in range(2, self.num_repetitions + 1)
+        }
 
 
 __all__ = ["NO_TOKEN", "Window"]
