@@ -45,6 +45,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 12,
     "head_dim": 64,
     "vocab_size": 32128,
+    "max_position_embeddings": 4096,
 }
 CERTAIN = 1e4  # a logit that decides
 

@@ -51,6 +51,14 @@ def test_compiled_gelu_equals_torchs(dtype, num_rows):
 
 
 @DTYPES
+def test_what_is_not_a_number_stays_so(dtype):
+    states, weight = torch.randn(3, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+    states[1, 5] = torch.nan
+    for got in (load_kernels().rms_norm(states, weight, 1e-6), load_kernels().gated_gelu(states, states)):
+        assert got[1].isnan().any() and not got[[0, 2]].isnan().any()
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(1, 1), (1, 37), (7, 1000)], ids=str)
 def test_compiled_argmax_is_the_first_of_the_largest(dtype, shape):
     scores = (torch.randn(*shape) * 3).round().to(dtype)  # with many equal ones

@@ -159,7 +159,8 @@ inline float load(const at::BFloat16* from) {
 inline void store(float* to, float value) { *to = value; }
 inline void store(at::BFloat16* to, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
-  to->x = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+  const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
+  to->x = static_cast<uint16_t>(std::isnan(value) ? 0x7fc0 : nearest);
 }
 template <typename T>
 inline float rounded(float value) {
