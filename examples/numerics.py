@@ -30,6 +30,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=256, help="Longest text.")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--speed_kernels", action="store_true", help="Decode with compiled operations.")
     return parser.parse_args(argv)
 
 
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None):
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for dtype in args.dtypes:
         model, tokenizer = load_checkpoint(args.checkpoint, getattr(torch, dtype))
+        model.generation_config.speed_kernels = args.speed_kernels
         for batch_size in args.batch_sizes:
             found = compare(model, tokenizer, prompts, batch_size, args.max_new_tokens)
             margins, texts = found["margins"], found["texts"]
