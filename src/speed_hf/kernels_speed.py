@@ -55,10 +55,10 @@ class CompiledOperations(TorchOperations):
     """
 
     def __init__(self, library):
-        self.gated_gelu = library.gated_gelu
-        self.argmax = library.argmax
-        self.attend = library.attend
-        self._rms_norm = library.rms_norm
+        self.gated_gelu = library.gated_gelu.default
+        self.argmax = library.argmax.default
+        self.attend = library.attend.default
+        self._rms_norm = library.rms_norm.default
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:

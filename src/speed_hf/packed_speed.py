@@ -74,9 +74,10 @@ class _PackedProduct:
         self.sizes = [len(weight) for weight in weights]
         side_by_side = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(side_by_side, ROWS_TO_PACK_FOR)
+        self.product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
 
     def __call__(self, states, *linears):
-        output = torch.ops.mkldnn._linear_pointwise(states, self.weight, None, "none", [], "")
+        output = self.product(states, self.weight, None, "none", [], "")
         return output.split_with_sizes(self.sizes, dim=-1) if len(self.sizes) > 1 else (output,)
 
 
