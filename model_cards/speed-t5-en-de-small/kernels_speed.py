@@ -9,6 +9,7 @@ are compiled when first asked for, which takes some 15 seconds, and kept in torc
 """
 
 import hashlib
+import inspect
 import os
 import platform
 import sys
@@ -117,6 +118,9 @@ def _compile(name):
     try:
         from torch.utils import cpp_extension  # needs setuptools
 
+        # Without the headers that are not needed, where this torch has a choice.
+        has_choice = "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters
+        options = {"no_implicit_headers": True} if has_choice else {}
         # pip puts ninja beside Python, where a process that was started without its environment does not look.
         os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
         cpp_extension.load_inline(
@@ -124,11 +128,11 @@ def _compile(name):
             SOURCE.replace("LIBRARY_NAME", name),
             extra_cflags=flags,
             extra_ldflags=["-fopenmp"],
-            no_implicit_headers=True,
             is_python_module=False,
+            **options,
         )
     except Exception as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise RuntimeError(
             f"`speed_kernels=True` could not compile its operations ({reason}): install a C++ compiler and ninja "
             "(`pip install ninja`), or leave `speed_kernels` out."
