@@ -254,7 +254,7 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
                 pass_times[name] += np.diff(ScriptedChoice.clock).tolist()
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
-    speed = stats[next(name for name in runs if name.endswith("speed"))]
+    speed = stats[engines[0]]
     num_tokens = batch_size * args.new_tokens
     found = {
         name: {

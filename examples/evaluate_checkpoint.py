@@ -142,10 +142,8 @@ def evaluate(args, pairs: dict[str, dict[str, list[str]]], command: str) -> tupl
     results["decoding"] = {name: {} for name in pairs}
     for dtype in args.dtypes:
         timed, _ = load_checkpoint(args.checkpoint, getattr(torch, dtype))
-        for kind, speed_kernels in {
-            dtype: False,
-            **({f"{dtype}, compiled": True} if args.speed_kernels else {}),
-        }.items():
+        for speed_kernels in (False, True)[: 1 + args.speed_kernels]:
+            kind = f"{dtype}, compiled" if speed_kernels else dtype
             for name, columns in pairs.items():
                 found = time_prompts(timed, tokenizer, columns["source"], args, speed_kernels)
                 results["decoding"][name][kind] = found

@@ -7,16 +7,19 @@ import torch
 from tiny_models import HAS_COMPILER, flipping_model, prompts
 from torch.utils import cpp_extension
 
-from speed_hf import kernels_speed
+from speed_hf import kernels_speed, rows_speed
 from speed_hf.kernels_speed import TorchOperations, load_kernels
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-pytestmark = pytest.mark.skipif(
-    not HAS_COMPILER,
-    reason="the operations are compiled with a C++ compiler and ninja, and this machine has not got both",
-)
+
+
+@pytest.fixture
+def compiled():
+    if not HAS_COMPILER:
+        pytest.skip("the operations need a C++ compiler and ninja, and this machine has not got both")
+    return load_kernels()
 
 
 def assert_close(got, expected):
@@ -26,54 +29,54 @@ def assert_close(got, expected):
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 24), (5, 100), (2, 3, 64)], ids=str)
-def test_compiled_norm_equals_torchs(dtype, shape):
+def test_compiled_norm_equals_torchs(compiled, dtype, shape):
     states = torch.randn(*shape, dtype=dtype) * 100
     states[0] = 0
     weight = torch.randn(shape[-1], dtype=dtype)
-    assert_close(load_kernels().rms_norm(states, weight, 1e-6), TorchOperations.rms_norm(states, weight, 1e-6))
+    assert_close(compiled.rms_norm(states, weight, 1e-6), TorchOperations.rms_norm(states, weight, 1e-6))
     columns = torch.randn(shape[-1], 7, dtype=dtype).T
-    assert_close(load_kernels().rms_norm(columns, weight, 1e-6), TorchOperations.rms_norm(columns, weight, 1e-6))
+    assert_close(compiled.rms_norm(columns, weight, 1e-6), TorchOperations.rms_norm(columns, weight, 1e-6))
 
 
-def test_a_norm_of_another_precision_is_torchs():
+def test_a_norm_of_another_precision_is_torchs(compiled):
     states, weight = torch.randn(3, 24, dtype=torch.bfloat16), torch.randn(24)
     expected = TorchOperations.rms_norm(states, weight, 1e-6)
-    assert torch.equal(load_kernels().rms_norm(states, weight, 1e-6), expected)
+    assert torch.equal(compiled.rms_norm(states, weight, 1e-6), expected)
 
 
 @DTYPES
 @pytest.mark.parametrize("num_rows", [1, 6, 50])
-def test_compiled_gelu_equals_torchs(dtype, num_rows):
+def test_compiled_gelu_equals_torchs(compiled, dtype, num_rows):
     # Halves of one product, as the model has them, from 0 to where the tanh is 1 in any precision.
     gate, states = (torch.randn(num_rows, 2 * 33, dtype=dtype) * 4).split(33, dim=-1)
     gate[0, :4] = torch.tensor([0.0, 300.0, -300.0, -11.0])
-    assert_close(load_kernels().gated_gelu(gate, states), TorchOperations.gated_gelu(gate, states))
+    assert_close(compiled.gated_gelu(gate, states), TorchOperations.gated_gelu(gate, states))
 
 
 @DTYPES
-def test_what_is_not_a_number_stays_so(dtype):
+def test_what_is_not_a_number_stays_so(compiled, dtype):
     states, weight = torch.randn(3, 64, dtype=dtype), torch.ones(64, dtype=dtype)
     states[1, 5] = torch.nan
-    for got in (load_kernels().rms_norm(states, weight, 1e-6), load_kernels().gated_gelu(states, states)):
+    for got in (compiled.rms_norm(states, weight, 1e-6), compiled.gated_gelu(states, states)):
         assert got[1].isnan().any() and not got[[0, 2]].isnan().any()
 
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 1), (1, 37), (7, 1000)], ids=str)
-def test_compiled_argmax_is_the_first_of_the_largest(dtype, shape):
+def test_compiled_argmax_is_the_first_of_the_largest(compiled, dtype, shape):
     scores = (torch.randn(*shape) * 3).round().to(dtype)  # with many equal ones
-    assert torch.equal(load_kernels().argmax(scores), scores.argmax(-1))
+    assert torch.equal(compiled.argmax(scores), scores.argmax(-1))
     scores.fill_(-torch.inf)
-    assert torch.equal(load_kernels().argmax(scores), torch.zeros(shape[0], dtype=torch.long))
+    assert torch.equal(compiled.argmax(scores), torch.zeros(shape[0], dtype=torch.long))
     scores[0, -1] = torch.nan
-    assert torch.equal(load_kernels().argmax(scores), scores.argmax(-1))
+    assert torch.equal(compiled.argmax(scores), scores.argmax(-1))
 
 
 @DTYPES
 @pytest.mark.parametrize("memory_dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("head_dim", [10, 32, 64])
 @pytest.mark.parametrize("padded", [False, True])
-def test_compiled_attention_stores_and_meets_exactly_its_keys(dtype, memory_dtype, head_dim, padded):
+def test_compiled_attention_stores_and_meets_exactly_its_keys(compiled, dtype, memory_dtype, head_dim, padded):
     torch.manual_seed(0)
     num_heads, num_columns = 3, 40
     # Two rows are neighbours of one sequence in one repetition: the second meets the key that the first just stored.
@@ -89,9 +92,7 @@ def test_compiled_attention_stores_and_meets_exactly_its_keys(dtype, memory_dtyp
     if padded:
         seen[1, :3] = seen[0, 1] = False
 
-    got = load_kernels().attend(
-        query, key, value, memory, repetitions, sequences, columns, line, seen if padded else None
-    )
+    got = compiled.attend(query, key, value, memory, repetitions, sequences, columns, line, seen if padded else None)
     for row in range(5):
         place = (repetitions[row], sequences[row], slice(None), columns[row])
         expected_memory[0][place], expected_memory[1][place] = key[row], value[row]
@@ -104,6 +105,7 @@ def test_compiled_attention_stores_and_meets_exactly_its_keys(dtype, memory_dtyp
         assert_close(got[row], (scores.softmax(-1)[..., None] * values).sum(1))
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("flips", ["never", "seldom", "often"])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_compiled_text_equals_torchs(flips, batch_size):
@@ -120,11 +122,23 @@ def test_compiled_text_equals_torchs(flips, batch_size):
     assert torch.equal(continued.sequences, model.generate(**longer, **options).sequences)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_a_prefix_is_read_in_both_directions_with_compiled_operations():
     model = flipping_model("often", torch.float32, prefix_lm=True)
     inputs = prompts(2, 9, padded=True)
     output = model.generate(**inputs, max_new_tokens=20, do_sample=False, speed=True, speed_kernels=True)
     assert torch.equal(output, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+
+
+def test_long_prompts_meet_torchs_attention(compiled, monkeypatch):
+    monkeypatch.setattr(rows_speed, "LONG_PROMPT", 4)
+    num_rows, attend = [], compiled.attend
+    monkeypatch.setattr(compiled, "attend", lambda query, *args: num_rows.append(len(query)) or attend(query, *args))
+    model = flipping_model("often", torch.float32)
+    inputs = prompts(2, 9, padded=True)
+    output = model.generate(**inputs, max_new_tokens=20, do_sample=False, speed=True, speed_kernels=True)
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=20, do_sample=False))
+    assert num_rows and max(num_rows) <= 2 * 4
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch):

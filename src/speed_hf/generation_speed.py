@@ -205,6 +205,7 @@ class _SpeedRun:
         self.cache = model_kwargs["cache"]
         self.prompt_embeds = model_kwargs.get("inputs_embeds")
         self.num_passes = self.num_rows = 0
+        operations = operations_for(self.device, model.dtype, generation_config.speed_kernels)
         seen, prefix = model_kwargs.get("attention_mask"), model_kwargs.get("prefix_mask")
         # transformers drops a mask without zeros and keeps its length.
         mask_length = getattr(generation_config, "_mask_length", None) if seen is None else seen.shape[1]
@@ -238,11 +239,9 @@ class _SpeedRun:
             seen=None if seen is None else _pad_columns(seen, max_length, True),
             prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
             multiply=PackedWeights.of(model),
-            operations=operations_for(self.device, model.dtype, generation_config.speed_kernels),
+            operations=operations,
         )
-        self.choose = _TokenChoice(
-            self.window, logits_processor, generation_config, self.device, hidden, self.rows.operations
-        )
+        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden, operations)
         self.stop = _StopCheck(
             self.window, stopping_criteria, self.device, hidden, generation_config._pad_token_tensor
         )
