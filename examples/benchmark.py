@@ -191,7 +191,7 @@ def bandwidth() -> float:
 @torch.no_grad()
 def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
     """Seconds of the matrix products and attention calls of one full pass, alone."""
-    config, dtype, multiply = model.config, model.dtype, PackedWeights.of(model)
+    config, dtype, multiply = model.config, model.dtype, PackedWeights.of(model, operations)
     num_rows, num_heads, head_dim = config.num_repetitions * batch_size, config.num_attention_heads, config.head_dim
     num_asked = len(generation_speed._plan(model, batch_size)[0]) * batch_size
     states = torch.randn(num_rows, config.hidden_size, dtype=dtype)

@@ -105,6 +105,30 @@ def test_compiled_attention_stores_and_meets_exactly_its_keys(compiled, dtype, m
         assert_close(got[row], (scores.softmax(-1)[..., None] * values).sum(1))
 
 
+@DTYPES
+@pytest.mark.parametrize("num_outputs, num_inputs", [(32, 32), (96, 160), (64, 40), (33, 64)])
+def test_compiled_products_equal_exact_ones(compiled, dtype, num_outputs, num_inputs):
+    torch.manual_seed(0)
+    weight = torch.randn(num_outputs, num_inputs).to(dtype)
+    states = torch.randn(num_inputs, 100).to(dtype).T  # not contiguous
+    product = compiled.packed_product(weight)
+    exact = states.double() @ weight.double().T
+    for num_rows in (0, 1, 6, 16, 17, 33, 50, 100):  # around whole tiles of 16 and pairs of them
+        got = product(states[:num_rows])
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, exact[:num_rows].to(dtype), rtol=TOLERANCES[dtype], atol=1e-4)
+
+
+def test_a_row_of_a_compiled_product_does_not_depend_on_its_neighbours(compiled):
+    product = compiled.packed_product(torch.randn(64, 96, dtype=torch.bfloat16))
+    states = torch.randn(40, 96, dtype=torch.bfloat16)
+    states[20] = torch.nan
+    together = product(states)
+    assert together[20].isnan().all()
+    for row in range(40):
+        assert row == 20 or torch.equal(product(states[row : row + 1])[0], together[row])
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("flips", ["never", "seldom", "often"])
 @pytest.mark.parametrize("batch_size", [1, 4])

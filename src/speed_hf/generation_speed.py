@@ -238,7 +238,7 @@ class _SpeedRun:
             memory_dtype(model.dtype, self.device),
             seen=None if seen is None else _pad_columns(seen, max_length, True),
             prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
-            multiply=PackedWeights.of(model),
+            multiply=PackedWeights.of(model, operations),
             operations=operations,
         )
         self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden, operations)

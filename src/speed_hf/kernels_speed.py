@@ -1,11 +1,12 @@
 # Copyright 2026 The speed_hf authors.
 # SPDX-License-Identifier: Apache-2.0
 """
-The small operations of a pass as C++, for CPUs: `speed_kernels=True`.
+The operations of a pass as C++, for CPUs: `speed_kernels=True`.
 
 At batch 1 a pass spends a third of its time between the products, in a few dozen operations of torch over a few rows.
-The four here do the same with one call each, and in attention every row meets exactly the keys that it may see. They
-are compiled when first asked for, which takes some 15 seconds, and kept in torch's folder for extensions.
+Here one call each does the same, and in attention every row meets exactly the keys that it may see. Where the processor
+has AMX, products with bfloat16 weights are here too: they fetch the weights ahead, which oneDNN's do not. All are
+compiled when first asked for, which takes some 15 seconds, and kept in torch's folder for extensions.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import inspect
 import os
 import platform
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from torch import nn
 
 
 DTYPES = (torch.float32, torch.bfloat16)
+ROWS_TO_PACK_FOR = 8  # a hint for oneDNN's layout; products with other numbers of rows are right and nearly as fast
 
 
 class TorchOperations:
@@ -46,6 +49,13 @@ class TorchOperations:
             return scores.argmax(-1).cpu()
         return torch.from_numpy(scores.numpy().argmax(-1))  # a sixth of torch's time
 
+    @staticmethod
+    def packed_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A weight `(out_features, in_features)` on the CPU -> its product with states `(R, in_features)`."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_TO_PACK_FOR)
+        product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
+        return lambda states: product(states, packed, None, "none", [], "")
+
 
 class CompiledOperations(TorchOperations):
     """
@@ -60,11 +70,21 @@ class CompiledOperations(TorchOperations):
         self.argmax = library.argmax.default
         self.attend = library.attend.default
         self._rms_norm = library.rms_norm.default
+        self._multiply = library.multiply.default if library.can_multiply() else None
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
             return TorchOperations.rms_norm(states, weight, eps)
         return self._rms_norm(states, weight, eps)
+
+    def packed_product(self, weight):  # type: ignore[override]
+        num_outputs, num_inputs = weight.shape
+        if self._multiply is None or weight.dtype != torch.bfloat16 or num_outputs % 32 or num_inputs % 32:
+            return TorchOperations.packed_product(weight)
+        # Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
+        tiles = weight.view(num_outputs // 32, 2, 16, num_inputs // 32, 16, 2).permute(0, 3, 1, 4, 2, 5)
+        packed = tiles.flatten(4).contiguous()
+        return lambda states: self._multiply(states, packed)
 
 
 def operations_for(device: torch.device, dtype: torch.dtype, speed_kernels: bool):
@@ -101,13 +121,19 @@ def load_kernels() -> CompiledOperations:
     Raises:
         RuntimeError: where they cannot be compiled.
     """
-    capability = torch.backends.cpu.get_cpu_capability()  # code for another processor must not be found
-    digest = hashlib.sha256(f"{SOURCE} {capability} {torch.__version__}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{SOURCE} {_processor()} {torch.__version__}".encode()).hexdigest()[:12]
     name = f"speed_hf_{digest}"
     library = getattr(torch.ops, name)
     if not hasattr(library, "attend"):  # another copy of this file may have loaded them
         _compile(name)
     return CompiledOperations(library)
+
+
+def _processor():
+    """What the processor can do: a folder may be shared with others, on which this one's code would crash."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    return next((line for line in lines if line.startswith("flags")), torch.backends.cpu.get_cpu_capability())
 
 
 def _compile(name):
@@ -145,11 +171,16 @@ SOURCE = r"""
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
+#ifdef __AMX_BF16__
+#include <ATen/cpu/Utils.h>
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -358,6 +389,98 @@ at::Tensor argmax(const at::Tensor& scores) {
   return output;
 }
 
+#ifdef __AMX_BF16__
+
+// A tile is 16 lines of 64 bytes: 16 rows of states by 32 inputs, or 16 pairs of inputs by 16 outputs of a weight.
+constexpr int64_t kTile = 16, kInputs = 32, kOutputs = 32;
+constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+
+struct alignas(64) TileSizes {
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t lines[16] = {};
+  explicit TileSizes(int64_t rows) {
+    for (int tile = 0; tile < 8; ++tile) lines[tile] = tile < 6 ? rows : kTile;
+  }
+};
+
+// One or two tiles of rows times 32 outputs, into `sums`: 16 x 16 numbers for each tile and half of the outputs.
+template <bool kTwo, bool kFetch>
+void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const at::BFloat16* weight,
+                    int64_t inputs, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kTwo) _tile_zero(2);
+  if (kTwo) _tile_zero(3);
+  const int64_t line = inputs * sizeof(at::BFloat16);
+  for (int64_t input = 0; input < inputs; input += kInputs, weight += kInputs * kOutputs) {
+    if (kFetch)
+      for (int64_t i = 0; i < 2 * 1024; i += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(weight) + kAhead + i, _MM_HINT_T0);
+    _tile_loadd(6, weight, 64);
+    _tile_loadd(7, weight + 512, 64);
+    _tile_loadd(4, first + input, line);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (kTwo) {
+      _tile_loadd(5, second + input, line);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  if (kTwo) _tile_stored(2, sums + 512, 64);
+  if (kTwo) _tile_stored(3, sums + 768, 64);
+}
+
+at::Tensor multiply(const at::Tensor& states, const at::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 5 && weight.is_contiguous() && states.dim() == 2);
+  const at::Tensor input = states.contiguous();
+  const int64_t num_rows = input.size(0), inputs = input.size(1), outputs = weight.size(0) * kOutputs;
+  TORCH_CHECK(weight.size(1) * kInputs == inputs, "expected ", weight.size(1) * kInputs, " inputs, got ", inputs);
+  at::Tensor output = at::empty({num_rows, outputs}, input.options());
+  if (num_rows == 0) return output;
+  const auto* from = input.const_data_ptr<at::BFloat16>();
+  const auto* weight_data = weight.const_data_ptr<at::BFloat16>();
+  auto* to = output.mutable_data_ptr<at::BFloat16>();
+  // Tiles of equally many rows; the last one begins earlier instead of being shorter.
+  const int64_t num_tiles = (num_rows + kTile - 1) / kTile, rows = (num_rows + num_tiles - 1) / num_tiles;
+  const auto start = [&](int64_t tile) { return std::min(tile * rows, num_rows - rows); };
+
+  at::parallel_for(0, weight.size(0), 1, [&](int64_t begin, int64_t end) {
+    const TileSizes sizes(rows);
+    _tile_loadconfig(&sizes);
+    alignas(64) float sums[4 * kTile * kTile];
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t tile = 0; tile < num_tiles; tile += 2) {
+        const bool two = tile + 1 < num_tiles;
+        const int64_t starts[2] = {start(tile), start(tile + 1)};
+        const auto multiply = tile ? (two ? multiply_tiles<true, false> : multiply_tiles<false, false>)
+                                   : (two ? multiply_tiles<true, true> : multiply_tiles<false, true>);
+        multiply(from + starts[0] * inputs, from + starts[1] * inputs, weight_data + block * inputs * kOutputs, inputs,
+                 sums);
+        for (int64_t part = 0; part < (two ? 4 : 2); ++part)
+          for (int64_t row = 0; row < rows; ++row) {
+            const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(sums + (part * kTile + row) * kTile));
+            std::memcpy(to + (starts[part / 2] + row) * outputs + block * kOutputs + part % 2 * kTile, &rounded, 32);
+          }
+      }
+    _tile_release();
+  });
+  return output;
+}
+
+// Whether the operating system lets this process use tiles.
+bool can_multiply() { return at::cpu::init_amx(); }
+
+#else
+
+at::Tensor multiply(const at::Tensor&, const at::Tensor&) { TORCH_CHECK(false, "compiled without AMX"); }
+bool can_multiply() { return false; }
+
+#endif
+
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor memory,
                   const at::Tensor& repetitions, const at::Tensor& sequences, const at::Tensor& columns,
                   const at::Tensor& bias_line, const std::optional<at::Tensor>& seen) {
@@ -383,6 +506,8 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 TORCH_LIBRARY(LIBRARY_NAME, library) {
   library.def("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor", &rms_norm);
   library.def("argmax(Tensor scores) -> Tensor", &argmax);
+  library.def("can_multiply() -> bool", &can_multiply);
+  library.def("multiply(Tensor states, Tensor weight) -> Tensor", &multiply);
   library.def("gated_gelu(Tensor gate, Tensor states) -> Tensor", &gated_gelu);
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor repetitions, Tensor sequences, "

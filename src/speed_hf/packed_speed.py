@@ -3,13 +3,15 @@
 """Weights in the order in which the processor multiplies few rows with them, packed once and used by every pass."""
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
 
+from .kernels_speed import TorchOperations
+
 
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}  # of the same size
-ROWS_TO_PACK_FOR = 8  # a hint for the layout; products with other numbers of rows are right and nearly as fast
 
 
 class PackedWeights:
@@ -17,31 +19,34 @@ class PackedWeights:
     Products with the weights of one model, for passes of few rows on a CPU.
 
     `torch.nn.functional.linear` reorders a weight at every call, which for few rows costs more than the product. Here
-    the weights of layers that read the same states are laid side by side and reordered for oneDNN once. That is the
-    only second copy of weights in the project; it lives as long as the model and is not saved, copied or trained.
+    the weights of layers that read the same states are laid side by side and reordered once, for oneDNN or for the
+    compiled operations (one copy for each that is used). Those are the only further copies of weights in the project;
+    they live as long as the model and are not saved, copied or trained.
 
     Layers of another kind than plain `nn.Linear` (adapters, quantized weights, hooks), and all where oneDNN has no
     product of their precision, are called as they are.
     """
 
-    _of_models: "weakref.WeakKeyDictionary[nn.Module, PackedWeights]" = weakref.WeakKeyDictionary()
+    _of_models: "weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedWeights]]" = weakref.WeakKeyDictionary()
 
-    def __init__(self):
+    def __init__(self, operations):
+        self._operations = operations
         self._products = {}  # first layer -> product
         self._fingerprint = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> "PackedWeights":
+    def of(cls, model: nn.Module, operations=TorchOperations) -> "PackedWeights":
         """
         The packed weights of a model, up to date with its present weights.
 
         Args:
             model (`nn.Module`): any model; its weights are packed where they are first used.
+            operations ([`TorchOperations`] or [`CompiledOperations`]): whose products they are packed for.
 
         Returns:
             [`PackedWeights`]
         """
-        packed = cls._of_models.setdefault(model, cls())
+        packed = cls._of_models.setdefault(model, {}).setdefault(operations, cls(operations))
         fingerprint = [_fingerprint(module.weight) for module in model.modules() if _is_plain(module)]
         if fingerprint != packed._fingerprint:
             packed._products, packed._fingerprint = {}, fingerprint
@@ -58,7 +63,7 @@ class PackedWeights:
         """
         product = self._products.get(linears[0])
         if product is None:
-            product = _PackedProduct(linears) if _can_pack(linears) else multiply
+            product = _PackedProduct(linears, self._operations) if _can_pack(linears) else multiply
             self._products[linears[0]] = product
         return product(states, *linears)
 
@@ -69,15 +74,13 @@ def multiply(states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, .
 
 
 class _PackedProduct:
-    def __init__(self, linears):
+    def __init__(self, linears, operations):
         weights = [linear.weight.detach() for linear in linears]
         self.sizes = [len(weight) for weight in weights]
-        side_by_side = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(side_by_side, ROWS_TO_PACK_FOR)
-        self.product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
+        self.product = operations.packed_product(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def __call__(self, states, *linears):
-        output = self.product(states, self.weight, None, "none", [], "")
+        output = self.product(states)
         return output.split_with_sizes(self.sizes, dim=-1) if len(self.sizes) > 1 else (output,)
 
 
