@@ -4,7 +4,7 @@
 The operations of a pass as C++, for CPUs: `speed_kernels=True`.
 
 At batch 1 a pass spends a third of its time between the products, in a few dozen operations of torch over a few rows.
-Here one call each does the same, and in attention every row meets exactly the keys that it may see. Where the processor
+Here one call each does the same, and in attention every row meets just the keys that it may see. Where the processor
 has AMX, products with bfloat16 weights are here too: they fetch the weights ahead, which oneDNN's do not. All are
 compiled when first asked for, which takes some 15 seconds, and kept in torch's folder for extensions.
 """
