@@ -199,8 +199,9 @@ def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
     index = [torch.arange(config.num_repetitions).repeat_interleave(batch_size)]
     index += [torch.arange(batch_size).repeat(config.num_repetitions), torch.full((num_rows,), num_keys - 1)]
     attention_dtype = memory_dtype(dtype, model.device)
+    kept_dtype = attention_dtype if operations.attend is None else dtype
     memories = [  # every layer meets keys and values of its own
-        torch.randn(*(2, config.num_repetitions, batch_size, num_heads, num_keys, head_dim), dtype=attention_dtype)
+        torch.randn(*(2, config.num_repetitions, batch_size, num_heads, num_keys, head_dim), dtype=kept_dtype)
         for _ in model.model.layers
     ]
     line = torch.zeros(num_heads, 2 * num_keys - 1)

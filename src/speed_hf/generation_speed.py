@@ -138,10 +138,11 @@ class SpeedGenerationMixin(GenerationMixin):
             raise ValueError(
                 "`cache_implementation` must not be set with `speed=True`, which has its own cache: leave it out."
             )
+        num_layers, is_compiled = self.config.num_unique_layers, generation_config.speed_kernels
         if model_kwargs.get("cache") is None:
-            model_kwargs["cache"] = SpeedCache(self.config.num_unique_layers, self.config.num_repetitions)
+            model_kwargs["cache"] = SpeedCache(num_layers, self.config.num_repetitions, is_compiled)
         elif type(model_kwargs["cache"]) is DynamicCache:
-            model_kwargs["cache"] = SpeedCache.from_dynamic(model_kwargs["cache"], self.config.num_unique_layers)
+            model_kwargs["cache"] = SpeedCache.from_dynamic(model_kwargs["cache"], num_layers, is_compiled)
         elif not isinstance(model_kwargs["cache"], SpeedCache):
             raise TypeError(
                 f"`cache` must come from `generate` or be a DynamicCache, got {type(model_kwargs['cache']).__name__}: "

@@ -92,7 +92,7 @@ class RowsInFlight:
         num_sequences (`int`): B.
         max_columns (`int`): columns that will ever be placed.
         device (`torch.device`): of the model.
-        attention_dtype (`torch.dtype`): of keys, values and masks.
+        attention_dtype (`torch.dtype`): of torch's attention and its masks.
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
         prefix (`torch.Tensor` of shape `(B, S)`, *optional*): bool, columns that see each other in both directions.
         multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
@@ -193,14 +193,15 @@ class RowsInFlight:
     def enter(self, query, key, value, layer_idx):
         """Queries, keys, values `(R, H, D)` of one layer, stored -> attention inputs `(N, H, W or S, D)` per block."""
         memory = self.cache.write(layer_idx, *self.index, key, value, self.num_sequences)
-        query = query.to(memory.dtype)
+        query = query.to(self.attention_dtype)
         inputs = []
         for block in self.blocks:
             queries = query[block.rows]
             if block.source is not None:
                 queries = queries.index_select(0, block.source)
             queries = queries.view(*block.positions.shape, *query.shape[1:]).transpose(1, 2)
-            keys, values = memory[:, block.repetitions, :, :, : self.num_keys].flatten(1, 2).unbind()
+            memories = memory[:, block.repetitions, :, :, : self.num_keys].flatten(1, 2)
+            keys, values = memories.to(self.attention_dtype).unbind()
             inputs.append((queries, keys, values))
         return inputs
 
