@@ -22,6 +22,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -158,6 +159,7 @@ def candidates(args, dtype: torch.dtype) -> dict:
     found[f"{name}, speed"] = model, {"speed": True}
     found[f"{name}, speed compiled"] = model, {"speed": True, "speed_kernels": True}
     found[f"{name}, speed padded"] = model, {"speed": True}
+    found[f"{name}, speed padded compiled"] = model, {"speed": True, "speed_kernels": True}
     found[f"{name}, early exit"] = model, {"assistant_early_exit": model.config.num_unique_layers}
     found[f"{name}, prompt lookup"] = model, {"prompt_lookup_num_tokens": 4}
     return {name: found[name] for name in found if not name.endswith(tuple(args.leave_out))}
@@ -180,17 +182,11 @@ def decode(model, prompt: torch.Tensor, options: dict, num_new: int, script: Scr
 def bandwidth() -> float:
     """Bytes per second at which this process reads memory."""
     memory = torch.ones(64 * 2**20)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        memory.sum()
-        times.append(time.perf_counter() - start)
-    return memory.nbytes / min(times)
+    return memory.nbytes / min(time_calls(memory.sum, 5))
 
 
-@torch.no_grad()
-def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
-    """Seconds of the matrix products and attention calls of one full pass, alone."""
+def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> Callable[[], None]:
+    """The matrix products and attention calls of one full pass, alone, to be timed."""
     config, dtype, multiply = model.config, model.dtype, PackedWeights.of(model, operations)
     num_rows, num_heads, head_dim = config.num_repetitions * batch_size, config.num_attention_heads, config.head_dim
     num_asked = len(generation_speed._plan(model, batch_size)[0]) * batch_size
@@ -214,6 +210,7 @@ def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
         query = query[:, :, None].to(attention_dtype)
         return torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=1.0).to(dtype)
 
+    @torch.no_grad()
     def one_pass():
         for layer, memory in zip(model.model.layers, memories):
             attention = layer.self_attn
@@ -224,13 +221,18 @@ def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> float:
             multiply(wide, layer.mlp.wo)
         multiply(states[:num_asked], model.lm_head)
 
-    one_pass()
+    return one_pass
+
+
+def time_calls(function: Callable[[], Any], num_calls: int = 20) -> list[float]:
+    """Seconds of each call after a first one."""
+    function()
     times = []
-    for _ in range(20):
+    for _ in range(num_calls):
         start = time.perf_counter()
-        one_pass()
+        function()
         times.append(time.perf_counter() - start)
-    return median(times)
+    return times
 
 
 def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
@@ -240,19 +242,25 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
     num_columns = args.prompt_tokens + args.new_tokens
     script = None if args.checkpoint else Script(args.profile, num_columns, vocab_size, batch_size)
     prompt = torch.from_numpy(np.random.default_rng(1).integers(2, vocab_size, (batch_size, args.prompt_tokens)))
-    not_here = ("early exit", "lookup") if batch_size > 1 else ("padded",)
+    not_here = ("early exit", "lookup") if batch_size > 1 else ("padded", "padded compiled")
     runs: dict[str, list[float]] = {name: [] for name in models if not name.endswith(not_here)}
     engines = [name for name in runs if name.endswith(("speed", "speed compiled"))]
     pass_times: dict[str, list[float]] = {name: [] for name in engines}
+    parts_times: dict[str, list[float]] = {name: [] for name in engines}
+    parts = {}
+    for name in engines:
+        operations = operations_for(shared.device, dtype, name.endswith("compiled"))
+        parts[name] = parts_of_a_pass(shared, batch_size, args.prompt_tokens + args.new_tokens // 2, operations)
     stats = {}
     for repeat in range(args.num_runs + 1):  # the first warms up
         for name in runs:
             model, options = models[name]
-            rows_class = PaddedRows if name.endswith("padded") else RowsInFlight
+            rows_class = PaddedRows if "padded" in name else RowsInFlight
             seconds, stats[name] = decode(model, prompt, options, args.new_tokens, script, rows_class)
             runs[name] += [seconds] if repeat else []
             if name in engines and repeat:
                 pass_times[name] += np.diff(ScriptedChoice.clock).tolist()
+                parts_times[name] += time_calls(parts[name])  # at once, since neighbours make memory slow and fast
     if script is not None:
         _check_passes(shared, prompt, args.new_tokens, script)
     speed = stats[engines[0]]
@@ -264,11 +272,10 @@ def measure(args, dtype: torch.dtype, batch_size: int, models: dict) -> dict:
         }
         for name, times in runs.items()
     }
-    passes = {}
-    for name in engines:
-        operations = operations_for(shared.device, dtype, name.endswith("compiled"))
-        alone = parts_of_a_pass(shared, batch_size, args.prompt_tokens + args.new_tokens // 2, operations)
-        passes[name] = {"ms": 1e3 * median(pass_times[name]), "products_and_attention_ms": 1e3 * alone}
+    passes = {
+        name: {"ms": 1e3 * median(pass_times[name]), "products_and_attention_ms": 1e3 * median(parts_times[name])}
+        for name in engines
+    }
     num_bytes = sum(p.nbytes for p in (*shared.model.layers.parameters(), shared.lm_head.weight))
     return {
         "dtype": str(dtype).removeprefix("torch."),
