@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled operations of a pass: the same numbers as torch's, and the same text."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import HAS_COMPILER, flipping_model, prompts
@@ -9,6 +11,7 @@ from torch.utils import cpp_extension
 
 from speed_hf import kernels_speed, rows_speed
 from speed_hf.kernels_speed import TorchOperations, load_kernels
+from speed_hf.packed_speed import PackedWeights
 
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -109,24 +112,39 @@ def test_compiled_attention_stores_and_meets_exactly_its_keys(compiled, dtype, m
 @pytest.mark.parametrize("num_outputs, num_inputs", [(32, 32), (96, 160), (64, 40), (33, 64)])
 def test_compiled_products_equal_exact_ones(compiled, dtype, num_outputs, num_inputs):
     torch.manual_seed(0)
-    weight = torch.randn(num_outputs, num_inputs).to(dtype)
+    layer = torch.nn.Linear(num_inputs, num_outputs, bias=False).to(dtype)
     states = torch.randn(num_inputs, 100).to(dtype).T  # not contiguous
-    product = compiled.packed_product(weight)
-    exact = states.double() @ weight.double().T
-    for num_rows in (0, 1, 6, 16, 17, 33, 50, 100):  # around whole tiles of 16 and pairs of them
-        got = product(states[:num_rows])
+    product = PackedWeights.of(layer, compiled)
+    exact = states.double() @ layer.weight.double().T
+    for num_rows in (0, 1, 6, 12, 13, 16, 17, 33, 50, 100):  # around whole groups of 12 and 16, and pairs of them
+        (got,) = product(states[:num_rows], layer)
         assert got.dtype == dtype
         torch.testing.assert_close(got, exact[:num_rows].to(dtype), rtol=TOLERANCES[dtype], atol=1e-4)
 
 
-def test_a_row_of_a_compiled_product_does_not_depend_on_its_neighbours(compiled):
-    product = compiled.packed_product(torch.randn(64, 96, dtype=torch.bfloat16))
-    states = torch.randn(40, 96, dtype=torch.bfloat16)
+@DTYPES
+def test_a_row_of_a_compiled_product_does_not_depend_on_its_neighbours(compiled, dtype):
+    weight = torch.randn(64, 96, dtype=dtype)
+    if not compiled.can_pack(weight):
+        pytest.skip(f"products in {dtype} are oneDNN's on this processor")
+    product = compiled.packed_product(weight)
+    states = torch.randn(40, 96, dtype=dtype)
     states[20] = torch.nan
     together = product(states)
     assert together[20].isnan().all()
     for row in range(40):
         assert row == 20 or torch.equal(product(states[row : row + 1])[0], together[row])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_bfloat16_keys_are_kept_as_they_are_and_can_be_continued_by_torch():
+    model = flipping_model("often", torch.bfloat16)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(**prompts(2, 5), **options, speed=True, speed_kernels=True)
+    assert first.cache.layers[0].keys.dtype == torch.bfloat16
+    longer = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
+    plain = model.generate(**longer, **options, cache=copy.deepcopy(first.cache))
+    assert torch.equal(model.generate(**longer, **options, cache=first.cache, speed=True).sequences, plain.sequences)
 
 
 @pytest.mark.usefixtures("compiled")

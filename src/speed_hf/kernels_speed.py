@@ -4,9 +4,9 @@
 The operations of a pass as C++, for CPUs: `speed_kernels=True`.
 
 At batch 1 a pass spends a third of its time between the products, in a few dozen operations of torch over a few rows.
-Here one call each does the same, and in attention every row meets just the keys that it may see. Where the processor
-has AMX, products with bfloat16 weights are here too: they fetch the weights ahead, which oneDNN's do not. All are
-compiled when first asked for, which takes some 15 seconds, and kept in torch's folder for extensions.
+Here one call each does the same, and in attention every row meets just the keys that it may see. The products
+themselves are here where that is faster: in float32, and in bfloat16 on processors with AMX. All are compiled when
+first asked for, which takes some 20 seconds, and kept in torch's folder for extensions.
 """
 
 import hashlib
@@ -70,7 +70,8 @@ class CompiledOperations(TorchOperations):
         self.argmax = library.argmax.default
         self.attend = library.attend.default
         self._rms_norm = library.rms_norm.default
-        self._multiply = library.multiply.default if library.can_multiply() else None
+        self.can_pack, self._pack = library.can_pack.default, library.pack.default
+        self._multiply = library.multiply.default
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
@@ -78,12 +79,9 @@ class CompiledOperations(TorchOperations):
         return self._rms_norm(states, weight, eps)
 
     def packed_product(self, weight):  # type: ignore[override]
-        num_outputs, num_inputs = weight.shape
-        if self._multiply is None or weight.dtype != torch.bfloat16 or num_outputs % 32 or num_inputs % 32:
+        if not self.can_pack(weight):
             return TorchOperations.packed_product(weight)
-        # Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
-        tiles = weight.view(num_outputs // 32, 2, 16, num_inputs // 32, 16, 2).permute(0, 3, 1, 4, 2, 5)
-        packed = tiles.flatten(4).contiguous()
+        packed = self._pack(weight)
         return lambda states: self._multiply(states, packed)
 
 
@@ -182,6 +180,7 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -381,7 +380,7 @@ inline int32_t rank(float value) {
 }
 
 at::Tensor argmax(const at::Tensor& scores) {
-  constexpr int64_t kBlock = 256;
+  constexpr int64_t kPart = 256;
   TORCH_CHECK(scores.dim() == 2 && scores.stride(1) == 1);
   const int64_t rows = scores.size(0), size = scores.size(1);
   at::Tensor output = at::empty({rows}, at::kLong);
@@ -394,9 +393,9 @@ at::Tensor argmax(const at::Tensor& scores) {
         const T* line = data + row * scores.stride(0);
         int32_t largest = std::numeric_limits<int32_t>::min();
         int64_t start = 0;  // of the block that has it
-        for (int64_t block = 0; block < size; block += kBlock) {
+        for (int64_t block = 0; block < size; block += kPart) {
           int32_t here = std::numeric_limits<int32_t>::min();
-          const int64_t end = std::min(block + kBlock, size);
+          const int64_t end = std::min(block + kPart, size);
 #pragma omp simd reduction(max : here)
           for (int64_t i = block; i < end; ++i) here = std::max(here, rank(load(line + i)));
           if (here > largest) start = block;
@@ -411,11 +410,70 @@ at::Tensor argmax(const at::Tensor& scores) {
   return output;
 }
 
+// Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
+// multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
+
+constexpr int64_t kOutputs = 32;  // numbers of outputs must be multiples of it
+constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+
+inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
+
+// Rows in groups of equally many; the last group begins earlier instead of being smaller.
+struct Groups {
+  int64_t num_rows, count, size;
+  Groups(int64_t num_rows, int64_t at_most)
+      : num_rows(num_rows), count((num_rows + at_most - 1) / at_most), size((num_rows + count - 1) / count) {}
+  int64_t start(int64_t group) const { return std::min(group * size, num_rows - size); }
+};
+
+// As many sums at once as there are vector registers for.
+#ifdef __AVX512F__
+constexpr int64_t kBlock = 32, kMostRows = 12;
+#else
+constexpr int64_t kBlock = 16, kMostRows = 6;
+#endif
+
+// `kRows` rows times a block of outputs, whose weights lie side by side for each input.
+template <int64_t kRows>
+void multiply_block(const float* states, const float* weight, int64_t inputs, bool fetch, float* output,
+                    int64_t outputs) {
+  float sums[kRows][kBlock] = {};
+  for (int64_t input = 0; input < inputs; ++input, weight += kBlock) {
+    if (fetch)
+      for (int64_t i = 0; i < kBlock; i += 16) fetch_ahead(weight + i);
+    for (int64_t row = 0; row < kRows; ++row) {
+      const float state = states[row * inputs + input];
+#pragma omp simd
+      for (int64_t i = 0; i < kBlock; ++i) sums[row][i] += state * weight[i];
+    }
+  }
+  for (int64_t row = 0; row < kRows; ++row) std::copy_n(sums[row], kBlock, output + row * outputs);
+}
+
+template <int64_t... kRows>
+auto multiply_block_of(int64_t rows, std::integer_sequence<int64_t, kRows...>) {
+  constexpr decltype(&multiply_block<1>) all[] = {multiply_block<kRows + 1>...};
+  return all[rows - 1];
+}
+
+void multiply_all(const float* states, const float* weight, float* output, int64_t num_rows, int64_t inputs,
+                  int64_t outputs) {
+  const Groups groups(num_rows, kMostRows);
+  const auto multiply = multiply_block_of(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
+  at::parallel_for(0, outputs / kBlock, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t group = 0; group < groups.count; ++group) {
+        const int64_t row = groups.start(group);
+        multiply(states + row * inputs, weight + block * kBlock * inputs, inputs, group == 0,
+                 output + row * outputs + block * kBlock, outputs);
+      }
+  });
+}
+
 #ifdef __AMX_BF16__
 
 // A tile is 16 lines of 64 bytes: 16 rows of states by 32 inputs, or 16 pairs of inputs by 16 outputs of a weight.
-constexpr int64_t kTile = 16, kInputs = 32, kOutputs = 32;
-constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+constexpr int64_t kTile = 16, kInputs = 32;
 
 struct alignas(64) TileSizes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -437,8 +495,7 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
   const int64_t line = inputs * sizeof(at::BFloat16);
   for (int64_t input = 0; input < inputs; input += kInputs, weight += kInputs * kOutputs) {
     if (kFetch)
-      for (int64_t i = 0; i < 2 * 1024; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(weight) + kAhead + i, _MM_HINT_T0);
+      for (int64_t i = 0; i < kInputs * kOutputs; i += 32) fetch_ahead(weight + i);
     _tile_loadd(6, weight, 64);
     _tile_loadd(7, weight + 512, 64);
     _tile_loadd(4, first + input, line);
@@ -456,52 +513,74 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
   if (kTwo) _tile_stored(3, sums + 768, 64);
 }
 
-at::Tensor multiply(const at::Tensor& states, const at::Tensor& weight) {
-  TORCH_CHECK(weight.dim() == 5 && weight.is_contiguous() && states.dim() == 2);
-  const at::Tensor input = states.contiguous();
-  const int64_t num_rows = input.size(0), inputs = input.size(1), outputs = weight.size(0) * kOutputs;
-  TORCH_CHECK(weight.size(1) * kInputs == inputs, "expected ", weight.size(1) * kInputs, " inputs, got ", inputs);
-  at::Tensor output = at::empty({num_rows, outputs}, input.options());
-  if (num_rows == 0) return output;
-  const auto* from = input.const_data_ptr<at::BFloat16>();
-  const auto* weight_data = weight.const_data_ptr<at::BFloat16>();
-  auto* to = output.mutable_data_ptr<at::BFloat16>();
-  // Tiles of equally many rows; the last one begins earlier instead of being shorter.
-  const int64_t num_tiles = (num_rows + kTile - 1) / kTile, rows = (num_rows + num_tiles - 1) / num_tiles;
-  const auto start = [&](int64_t tile) { return std::min(tile * rows, num_rows - rows); };
-
-  at::parallel_for(0, weight.size(0), 1, [&](int64_t begin, int64_t end) {
-    const TileSizes sizes(rows);
+void multiply_all(const at::BFloat16* states, const at::BFloat16* weight, at::BFloat16* output, int64_t num_rows,
+                  int64_t inputs, int64_t outputs) {
+  const Groups tiles(num_rows, kTile);
+  at::parallel_for(0, outputs / kOutputs, 1, [&](int64_t begin, int64_t end) {
+    const TileSizes sizes(tiles.size);
     _tile_loadconfig(&sizes);
     alignas(64) float sums[4 * kTile * kTile];
     for (int64_t block = begin; block < end; ++block)
-      for (int64_t tile = 0; tile < num_tiles; tile += 2) {
-        const bool two = tile + 1 < num_tiles;
-        const int64_t starts[2] = {start(tile), start(tile + 1)};
+      for (int64_t tile = 0; tile < tiles.count; tile += 2) {
+        const bool two = tile + 1 < tiles.count;
+        const int64_t starts[2] = {tiles.start(tile), tiles.start(tile + 1)};
         const auto multiply = tile ? (two ? multiply_tiles<true, false> : multiply_tiles<false, false>)
                                    : (two ? multiply_tiles<true, true> : multiply_tiles<false, true>);
-        multiply(from + starts[0] * inputs, from + starts[1] * inputs, weight_data + block * inputs * kOutputs, inputs,
+        multiply(states + starts[0] * inputs, states + starts[1] * inputs, weight + block * inputs * kOutputs, inputs,
                  sums);
         for (int64_t part = 0; part < (two ? 4 : 2); ++part)
-          for (int64_t row = 0; row < rows; ++row) {
+          for (int64_t row = 0; row < tiles.size; ++row) {
             const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(sums + (part * kTile + row) * kTile));
-            std::memcpy(to + (starts[part / 2] + row) * outputs + block * kOutputs + part % 2 * kTile, &rounded, 32);
+            std::memcpy(output + (starts[part / 2] + row) * outputs + block * kOutputs + part % 2 * kTile, &rounded,
+                        sizeof(rounded));
           }
       }
     _tile_release();
   });
-  return output;
 }
 
-// Whether the operating system lets this process use tiles.
-bool can_multiply() { return at::cpu::init_amx(); }
+// The operating system must let a process use tiles.
+bool has_tiles() { return at::cpu::init_amx(); }
+at::Tensor pack_tiles(const at::Tensor& weight) {
+  const int64_t outputs = weight.size(0) / kOutputs, inputs = weight.size(1) / kInputs;
+  return weight.reshape({outputs, 2, kTile, inputs, kTile, 2}).permute({0, 3, 1, 4, 2, 5}).contiguous();
+}
 
 #else
 
-at::Tensor multiply(const at::Tensor&, const at::Tensor&) { TORCH_CHECK(false, "compiled without AMX"); }
-bool can_multiply() { return false; }
+bool has_tiles() { return false; }
+at::Tensor pack_tiles(const at::Tensor&) { TORCH_CHECK(false, "this processor has no tiles"); }
+void multiply_all(const at::BFloat16*, const at::BFloat16*, at::BFloat16*, int64_t, int64_t, int64_t) {
+  TORCH_CHECK(false, "this processor has no tiles");
+}
 
 #endif
+
+bool can_pack(const at::Tensor& weight) {
+  if (weight.size(0) % kOutputs != 0) return false;
+  return weight.scalar_type() == at::kFloat ||
+         (weight.scalar_type() == at::kBFloat16 && weight.size(1) % 32 == 0 && has_tiles());
+}
+
+at::Tensor pack(const at::Tensor& weight) {
+  TORCH_CHECK(weight.dim() == 2 && can_pack(weight));
+  if (weight.scalar_type() == at::kBFloat16) return pack_tiles(weight);
+  return weight.reshape({weight.size(0) / kBlock, kBlock, weight.size(1)}).transpose(1, 2).contiguous();
+}
+
+at::Tensor multiply(const at::Tensor& states, const at::Tensor& packed) {
+  const at::Tensor input = states.contiguous();
+  const int64_t num_rows = input.size(0), inputs = input.size(1), outputs = packed.numel() / inputs;
+  TORCH_CHECK(packed.is_contiguous() && outputs * inputs == packed.numel() && outputs % kOutputs == 0);
+  at::Tensor output = at::empty({num_rows, outputs}, input.options());
+  if (num_rows == 0) return output;
+  with_type(packed, [&](auto type) {
+    using T = decltype(type);
+    multiply_all(input.const_data_ptr<T>(), packed.const_data_ptr<T>(), output.mutable_data_ptr<T>(), num_rows, inputs,
+                 outputs);
+  });
+  return output;
+}
 
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::Tensor memory,
                   const at::Tensor& repetitions, const at::Tensor& sequences, const at::Tensor& columns,
@@ -528,8 +607,9 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 TORCH_LIBRARY(LIBRARY_NAME, library) {
   library.def("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor", &rms_norm);
   library.def("argmax(Tensor scores) -> Tensor", &argmax);
-  library.def("can_multiply() -> bool", &can_multiply);
-  library.def("multiply(Tensor states, Tensor weight) -> Tensor", &multiply);
+  library.def("can_pack(Tensor weight) -> bool", &can_pack);
+  library.def("pack(Tensor weight) -> Tensor", &pack);
+  library.def("multiply(Tensor states, Tensor packed) -> Tensor", &multiply);
   library.def("gated_gelu(Tensor gate, Tensor states) -> Tensor", &gated_gelu);
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor repetitions, Tensor sequences, "
