@@ -8,8 +8,8 @@ Decoding speed of a cyclically shared model against its alternatives, in one run
     python examples/benchmark.py --profile 0 1 1 1 1 --batch_sizes 1 8 --dtypes float32 --output_dir benchmark
 
 Without a checkpoint the weights are random, and how often early exits are right is scripted: all exits are computed,
-then the token of each is replaced by that of a script, in which the prediction changes at exits 2 .. G with the
-probabilities `--profile` (default: those of the SPEED paper). Every way of decoding the shared model follows the same
+then the token of each is replaced by that of a script, in which the prediction changes at exits 2 .. G in the
+shares `--profile` (default: those of the SPEED paper). Every way of decoding the shared model follows the same
 script. `stock` is `generate` as it is; `stripped` is a bare greedy loop over packed weights: this package's engine on
 the unshared models, which have one exit and so nothing to guess. `compiled` adds `speed_kernels=True`, which needs a
 C++ compiler; without one, `--leave_out compiled`.
@@ -56,7 +56,7 @@ class Script:
     The token that each exit predicts after each column of each sequence: a table `(G, B, columns)`.
 
     Args:
-        profile (`list[float]`): probabilities that the prediction changes at exits 2 .. G.
+        profile (`list[float]`): shares of the predictions that change at exits 2 .. G.
         num_columns (`int`): longest text.
         vocab_size (`int`): tokens are drawn from 2 on, so that none is padding or ends a text.
         num_sequences (`int`): B; predictions change at different times in different sequences.
@@ -65,9 +65,11 @@ class Script:
     def __init__(self, profile: list[float], num_columns: int, vocab_size: int, num_sequences: int = 1):
         draw = np.random.default_rng(0)
         tokens = draw.integers(2, vocab_size, (len(profile) + 1, num_sequences, num_columns))
+        columns = np.arange(num_columns + 1)
         for exit_ in range(len(profile) - 1, -1, -1):  # the last exit is right; going back, some predictions differ
-            agrees = draw.random((num_sequences, num_columns)) >= profile[exit_]
-            tokens[exit_] = np.where(agrees, tokens[exit_ + 1], tokens[exit_])
+            # Spread evenly from a random start, so that short texts have their share too.
+            changes = np.diff(np.floor(profile[exit_] * columns + draw.random((num_sequences, 1)))) > 0
+            tokens[exit_] = np.where(changes, tokens[exit_], tokens[exit_ + 1])
         self.tokens = tokens
 
     def num_passes(self, prompt_length: int, num_new: int) -> int:
