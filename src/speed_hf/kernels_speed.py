@@ -173,6 +173,9 @@ SOURCE = r"""
 #include <ATen/cpu/Utils.h>
 #include <immintrin.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 #include <bit>
@@ -414,6 +417,7 @@ at::Tensor argmax(const at::Tensor& scores) {
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
 
 constexpr int64_t kOutputs = 32;  // numbers of outputs must be multiples of it
+constexpr int64_t kInputs = 32;   // and numbers of inputs in bfloat16
 constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
 
 inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
@@ -473,7 +477,7 @@ void multiply_all(const float* states, const float* weight, float* output, int64
 #ifdef __AMX_BF16__
 
 // A tile is 16 lines of 64 bytes: 16 rows of states by 32 inputs, or 16 pairs of inputs by 16 outputs of a weight.
-constexpr int64_t kTile = 16, kInputs = 32;
+constexpr int64_t kTile = 16;
 
 struct alignas(64) TileSizes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -541,15 +545,10 @@ void multiply_all(const at::BFloat16* states, const at::BFloat16* weight, at::BF
 
 // The operating system must let a process use tiles.
 bool has_tiles() { return at::cpu::init_amx(); }
-at::Tensor pack_tiles(const at::Tensor& weight) {
-  const int64_t outputs = weight.size(0) / kOutputs, inputs = weight.size(1) / kInputs;
-  return weight.reshape({outputs, 2, kTile, inputs, kTile, 2}).permute({0, 3, 1, 4, 2, 5}).contiguous();
-}
 
 #else
 
 bool has_tiles() { return false; }
-at::Tensor pack_tiles(const at::Tensor&) { TORCH_CHECK(false, "this processor has no tiles"); }
 void multiply_all(const at::BFloat16*, const at::BFloat16*, at::BFloat16*, int64_t, int64_t, int64_t) {
   TORCH_CHECK(false, "this processor has no tiles");
 }
@@ -559,13 +558,30 @@ void multiply_all(const at::BFloat16*, const at::BFloat16*, at::BFloat16*, int64
 bool can_pack(const at::Tensor& weight) {
   if (weight.size(0) % kOutputs != 0) return false;
   return weight.scalar_type() == at::kFloat ||
-         (weight.scalar_type() == at::kBFloat16 && weight.size(1) % 32 == 0 && has_tiles());
+         (weight.scalar_type() == at::kBFloat16 && weight.size(1) % kInputs == 0 && has_tiles());
+}
+
+// A hint that memory, not yet written, is better laid out in pages of 2 MB: reading it is 2 to 3 % faster.
+void ask_for_large_pages(const at::Tensor& tensor) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 * 1024 * 1024;
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + tensor.nbytes()) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 at::Tensor pack(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && can_pack(weight));
-  if (weight.scalar_type() == at::kBFloat16) return pack_tiles(weight);
-  return weight.reshape({weight.size(0) / kBlock, kBlock, weight.size(1)}).transpose(1, 2).contiguous();
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  const at::Tensor ordered =
+      weight.scalar_type() == at::kFloat
+          ? weight.reshape({outputs / kBlock, kBlock, inputs}).transpose(1, 2)
+          // Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
+          : weight.reshape({outputs / 32, 2, 16, inputs / 32, 16, 2}).permute({0, 3, 1, 4, 2, 5});
+  at::Tensor packed = at::empty(ordered.sizes(), weight.options());
+  ask_for_large_pages(packed);
+  return packed.copy_(ordered);
 }
 
 at::Tensor multiply(const at::Tensor& states, const at::Tensor& packed) {
