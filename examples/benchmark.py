@@ -104,8 +104,8 @@ class ScriptedChoice(generation_speed._TokenChoice):
     script: Script | None = None
     clock: list[float] = []
 
-    def __call__(self, sequences, columns, logits):
-        tokens = super().__call__(sequences, columns, logits)
+    def __call__(self, sequences, columns, states):
+        tokens = super().__call__(sequences, columns, states)
         self.clock.append(time.perf_counter())
         if self.script is None:
             return tokens
@@ -117,7 +117,7 @@ class PaddedRows(RowsInFlight):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.compact, self.multiply = self.multiply, self.multiply_padded
+        self.compact, self.multiply, self.argmax = self.multiply, self.multiply_padded, self.argmax_padded
 
     def place(self, sequences, columns, repetitions, meets_prefix=False):
         super().place(sequences, columns, repetitions, meets_prefix)
@@ -125,9 +125,17 @@ class PaddedRows(RowsInFlight):
         counts = np.bincount(repetitions * self.num_sequences + sequences, minlength=num_cells)
         self.num_padded = int(counts.reshape(-1, self.num_sequences).max(1).sum()) * self.num_sequences
 
+    def run_layer(self, layer, layer_idx, states, eps):
+        return None  # part by part, with padded products
+
     def multiply_padded(self, states, *linears):
-        padded = torch.nn.functional.pad(states, (0, 0, 0, max(self.num_padded - len(states), 0)))
-        return tuple(output[: len(states)] for output in self.compact(padded, *linears))
+        return tuple(output[: len(states)] for output in self.compact(self._pad(states), *linears))
+
+    def argmax_padded(self, states, linear):
+        return self.compact.argmax(self._pad(states), linear)[: len(states)]
+
+    def _pad(self, states):
+        return torch.nn.functional.pad(states, (0, 0, 0, max(self.num_padded - len(states), 0)))
 
 
 def build_model(num_unique_layers: int, num_repetitions: int, dtype: torch.dtype) -> ScriptedModel:
@@ -221,7 +229,7 @@ def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> Callab
             multiply(attended.view(num_rows, -1), attention.o)
             multiply(states, layer.mlp.wi_0, layer.mlp.wi_1)
             multiply(wide, layer.mlp.wo)
-        multiply(states[:num_asked], model.lm_head)
+        multiply.argmax(states[:num_asked], model.lm_head)
 
     return one_pass
 

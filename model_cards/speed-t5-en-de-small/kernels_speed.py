@@ -14,7 +14,6 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,7 +28,7 @@ ROWS_TO_PACK_FOR = 8  # a hint for oneDNN's layout; products with other numbers 
 class TorchOperations:
     """The same operations as torch has them; on every device and in every precision."""
 
-    attend = None  # attention is the model's
+    attend = layer = None  # attention and layers are the model's
 
     @staticmethod
     def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,11 +49,71 @@ class TorchOperations:
         return torch.from_numpy(scores.numpy().argmax(-1))  # a sixth of torch's time
 
     @staticmethod
-    def packed_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A weight `(out_features, in_features)` on the CPU -> its product with states `(R, in_features)`."""
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_TO_PACK_FOR)
-        product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
-        return lambda states: product(states, packed, None, "none", [], "")
+    def can_pack(weight: torch.Tensor) -> bool:
+        """Whether there are packed products of this precision here."""
+        has_products = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        return has_products and weight.device.type == "cpu" and weight.dtype in DTYPES
+
+    @classmethod
+    def packed_product(cls, weight: torch.Tensor) -> "PackedProduct":
+        """A weight `(out_features, in_features)` on the CPU, packed for products with few rows."""
+        return PackedProduct(weight, cls)
+
+
+class PackedProduct:
+    """
+    Products with one packed weight.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): one that `operations.can_pack`.
+        operations ([`TorchOperations`]).
+    """
+
+    def __init__(self, weight, operations):
+        self.operations = operations
+        # A processor without instructions for bfloat16 is better off with the same numbers in float32, though they are
+        # twice as long: torch would multiply each row by itself.
+        is_supported = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._dtype = weight.dtype if is_supported else torch.float32
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), ROWS_TO_PACK_FOR)
+        self._product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """States `(R, in_features)` -> `(R, out_features)`."""
+        return self._product(states.to(self._dtype), self._packed, None, "none", [], "").to(states.dtype)
+
+    def argmax(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """States `(R, in_features)`, and the weight as it was packed -> `operations.argmax` of the product, `(R,)`."""
+        return self.operations.argmax(self(states))
+
+
+class CompiledProduct(PackedProduct):
+    """
+    The same with the compiled operations, whose argmax reads a copy of the weight in 8 bits and little of the weight.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`).
+        operations ([`CompiledOperations`]).
+        library: `torch.ops.<name>`.
+    """
+
+    def __init__(self, weight, operations, library):
+        self.operations = operations
+        self._library = library
+        self.packed = library.pack.default(weight)
+        self._product, self._argmax = library.multiply.default, library.argmax_of_product.default
+        self._screens = library.screens.default
+        self._rough = None  # made when it is first needed
+
+    def __call__(self, states):
+        return self._product(states, self.packed)
+
+    def argmax(self, states, weight):
+        if not self._screens(weight, len(states)):
+            return super().argmax(states, weight)
+        if self._rough is None:
+            self._rough = self._library.pack_rough.default(weight.detach())
+        return self._argmax(states, self.packed, *self._rough)
 
 
 class CompiledOperations(TorchOperations):
@@ -69,20 +128,23 @@ class CompiledOperations(TorchOperations):
         self.gated_gelu = library.gated_gelu.default
         self.argmax = library.argmax.default
         self.attend = library.attend.default
+        self.layer = library.layer.default
         self._rms_norm = library.rms_norm.default
-        self.can_pack, self._pack = library.can_pack.default, library.pack.default
-        self._multiply = library.multiply.default
+        self._has_product = library.can_pack.default
+        self._library = library
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
             return TorchOperations.rms_norm(states, weight, eps)
         return self._rms_norm(states, weight, eps)
 
+    def can_pack(self, weight):  # type: ignore[override]
+        return self._has_product(weight) or TorchOperations.can_pack(weight)
+
     def packed_product(self, weight):  # type: ignore[override]
-        if not self.can_pack(weight):
-            return TorchOperations.packed_product(weight)
-        packed = self._pack(weight)
-        return lambda states: self._multiply(states, packed)
+        if self._has_product(weight):
+            return CompiledProduct(weight, self, self._library)
+        return PackedProduct(weight, self)
 
 
 def operations_for(device: torch.device, dtype: torch.dtype, speed_kernels: bool):
@@ -171,6 +233,8 @@ SOURCE = r"""
 #include <torch/library.h>
 #ifdef __AMX_BF16__
 #include <ATen/cpu/Utils.h>
+#endif
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #ifdef __linux__
@@ -183,6 +247,8 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -382,7 +448,7 @@ inline int32_t rank(float value) {
   return value != value ? std::numeric_limits<int32_t>::max() : bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-at::Tensor argmax(const at::Tensor& scores) {
+at::Tensor first_largest(const at::Tensor& scores) {
   constexpr int64_t kPart = 256;
   TORCH_CHECK(scores.dim() == 2 && scores.stride(1) == 1);
   const int64_t rows = scores.size(0), size = scores.size(1);
@@ -416,10 +482,30 @@ at::Tensor argmax(const at::Tensor& scores) {
 // Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
 
-constexpr int64_t kOutputs = 32;  // numbers of outputs must be multiples of it
-constexpr int64_t kInputs = 32;   // and numbers of inputs in bfloat16
-constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+// Outputs of a block, and rows that are multiplied together: as many sums as there are vector registers for.
+#ifdef __AVX512F__
+constexpr int64_t kLanes = 16, kMostRows = 12;
+#else
+constexpr int64_t kLanes = 8, kMostRows = 6;
+#endif
+constexpr int64_t kBlock = 2 * kLanes;
+constexpr int64_t kOutputs = 32;   // numbers of outputs must be multiples of it
+constexpr int64_t kLine = 64;      // bytes that are fetched together
+constexpr int64_t kAhead = 4096;   // bytes; farther than the processor fetches by itself
 
+// Numbers of a vector register. Compilers left to themselves choose smaller ones where they widen 8 or 16 bits.
+template <typename T>
+using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
+template <typename T>
+inline Lanes<T> lanes(const void* from) {
+  Lanes<T> numbers;
+  std::memcpy(&numbers, from, sizeof(numbers));
+  return numbers;
+}
+inline Lanes<float> widened(const float* from) { return lanes<float>(from); }
+inline Lanes<float> widened(const at::BFloat16* from) {
+  return std::bit_cast<Lanes<float>>(__builtin_convertvector(lanes<uint16_t>(from), Lanes<uint32_t>) << 16);
+}
 inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
 
 // Rows in groups of equally many; the last group begins earlier instead of being smaller.
@@ -427,57 +513,65 @@ struct Groups {
   int64_t num_rows, count, size;
   Groups(int64_t num_rows, int64_t at_most)
       : num_rows(num_rows), count((num_rows + at_most - 1) / at_most), size((num_rows + count - 1) / count) {}
-  int64_t start(int64_t group) const { return std::min(group * size, num_rows - size); }
+  int64_t start(int64_t group) const { return std::min(group * size, num_rows - size); };
 };
 
-// As many sums at once as there are vector registers for.
-#ifdef __AVX512F__
-constexpr int64_t kBlock = 32, kMostRows = 12;
-#else
-constexpr int64_t kBlock = 16, kMostRows = 6;
-#endif
-
 // `kRows` rows times a block of outputs, whose weights lie side by side for each input.
-template <int64_t kRows>
-void multiply_block(const float* states, const float* weight, int64_t inputs, bool fetch, float* output,
-                    int64_t outputs) {
-  float sums[kRows][kBlock] = {};
+template <typename Weight, int64_t kRows>
+void multiply_block(const float* states, const Weight* weight, int64_t inputs, bool fetch, float* output) {
+  Lanes<float> sums[kRows][2] = {};
   for (int64_t input = 0; input < inputs; ++input, weight += kBlock) {
     if (fetch)
-      for (int64_t i = 0; i < kBlock; i += 16) fetch_ahead(weight + i);
+      for (int64_t i = 0; i < kBlock; i += kLine / sizeof(Weight)) fetch_ahead(weight + i);
+    const Lanes<float> first = widened(weight), second = widened(weight + kLanes);
     for (int64_t row = 0; row < kRows; ++row) {
       const float state = states[row * inputs + input];
-#pragma omp simd
-      for (int64_t i = 0; i < kBlock; ++i) sums[row][i] += state * weight[i];
+      sums[row][0] += state * first;
+      sums[row][1] += state * second;
     }
   }
-  for (int64_t row = 0; row < kRows; ++row) std::copy_n(sums[row], kBlock, output + row * outputs);
+  std::memcpy(output, sums, sizeof(sums));
 }
 
-template <int64_t... kRows>
+template <typename Weight, int64_t... kRows>
 auto multiply_block_of(int64_t rows, std::integer_sequence<int64_t, kRows...>) {
-  constexpr decltype(&multiply_block<1>) all[] = {multiply_block<kRows + 1>...};
+  constexpr decltype(&multiply_block<Weight, 1>) all[] = {multiply_block<Weight, kRows + 1>...};
   return all[rows - 1];
 }
 
-void multiply_all(const float* states, const float* weight, float* output, int64_t num_rows, int64_t inputs,
-                  int64_t outputs) {
+// Calls `finish` with row, block and its `kBlock` sums, for some blocks and all rows.
+template <typename Weight, typename Finish>
+void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows, int64_t inputs, int64_t begin,
+                     int64_t end, const Finish& finish) {
   const Groups groups(num_rows, kMostRows);
-  const auto multiply = multiply_block_of(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
-  at::parallel_for(0, outputs / kBlock, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block)
-      for (int64_t group = 0; group < groups.count; ++group) {
-        const int64_t row = groups.start(group);
-        multiply(states + row * inputs, weight + block * kBlock * inputs, inputs, group == 0,
-                 output + row * outputs + block * kBlock, outputs);
+  const auto multiply = multiply_block_of<Weight>(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
+  const auto multiply_wide = multiply_block_of<float>(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
+  const bool widens = !std::is_same_v<Weight, float> && groups.count > 2;  // once, instead of for every group
+  std::vector<float> wide(widens ? kBlock * inputs : 0);
+  alignas(kLine) float sums[kMostRows * kBlock];
+  for (int64_t block = begin; block < end; ++block) {
+    const Weight* from = weight + block * kBlock * inputs;
+    if (widens)
+      for (int64_t i = 0; i < kBlock * inputs; i += kLanes) {
+        fetch_ahead(from + i);
+        const Lanes<float> numbers = widened(from + i);
+        std::memcpy(wide.data() + i, &numbers, sizeof(numbers));
       }
-  });
+    for (int64_t group = 0; group < groups.count; ++group) {
+      const int64_t start = groups.start(group);
+      if (widens)
+        multiply_wide(states + start * inputs, wide.data(), inputs, false, sums);
+      else
+        multiply(states + start * inputs, from, inputs, group == 0, sums);
+      for (int64_t row = 0; row < groups.size; ++row) finish(start + row, block, sums + row * kBlock);
+    }
+  }
 }
 
 #ifdef __AMX_BF16__
 
 // A tile is 16 lines of 64 bytes: 16 rows of states by 32 inputs, or 16 pairs of inputs by 16 outputs of a weight.
-constexpr int64_t kTile = 16;
+constexpr int64_t kTile = 16, kTileInputs = 32;
 
 struct alignas(64) TileSizes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -488,7 +582,7 @@ struct alignas(64) TileSizes {
   }
 };
 
-// One or two tiles of rows times 32 outputs, into `sums`: 16 x 16 numbers for each tile and half of the outputs.
+// One or two tiles of rows times a block of outputs, into `sums`: 16 x 16 numbers for each tile and half of the block.
 template <bool kTwo, bool kFetch>
 void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const at::BFloat16* weight,
                     int64_t inputs, float* sums) {
@@ -497,9 +591,9 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
   if (kTwo) _tile_zero(2);
   if (kTwo) _tile_zero(3);
   const int64_t line = inputs * sizeof(at::BFloat16);
-  for (int64_t input = 0; input < inputs; input += kInputs, weight += kInputs * kOutputs) {
+  for (int64_t input = 0; input < inputs; input += kTileInputs, weight += kTileInputs * kBlock) {
     if (kFetch)
-      for (int64_t i = 0; i < kInputs * kOutputs; i += 32) fetch_ahead(weight + i);
+      for (int64_t i = 0; i < kTileInputs * kBlock; i += 32) fetch_ahead(weight + i);
     _tile_loadd(6, weight, 64);
     _tile_loadd(7, weight + 512, 64);
     _tile_loadd(4, first + input, line);
@@ -517,48 +611,63 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
   if (kTwo) _tile_stored(3, sums + 768, 64);
 }
 
-void multiply_all(const at::BFloat16* states, const at::BFloat16* weight, at::BFloat16* output, int64_t num_rows,
-                  int64_t inputs, int64_t outputs) {
+template <typename Finish>
+void multiply_blocks(const at::BFloat16* states, const at::BFloat16* weight, int64_t num_rows, int64_t inputs,
+                     int64_t begin, int64_t end, const Finish& finish) {
   const Groups tiles(num_rows, kTile);
-  at::parallel_for(0, outputs / kOutputs, 1, [&](int64_t begin, int64_t end) {
-    const TileSizes sizes(tiles.size);
-    _tile_loadconfig(&sizes);
-    alignas(64) float sums[4 * kTile * kTile];
-    for (int64_t block = begin; block < end; ++block)
-      for (int64_t tile = 0; tile < tiles.count; tile += 2) {
-        const bool two = tile + 1 < tiles.count;
-        const int64_t starts[2] = {tiles.start(tile), tiles.start(tile + 1)};
-        const auto multiply = tile ? (two ? multiply_tiles<true, false> : multiply_tiles<false, false>)
-                                   : (two ? multiply_tiles<true, true> : multiply_tiles<false, true>);
-        multiply(states + starts[0] * inputs, states + starts[1] * inputs, weight + block * inputs * kOutputs, inputs,
-                 sums);
-        for (int64_t part = 0; part < (two ? 4 : 2); ++part)
-          for (int64_t row = 0; row < tiles.size; ++row) {
-            const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(sums + (part * kTile + row) * kTile));
-            std::memcpy(output + (starts[part / 2] + row) * outputs + block * kOutputs + part % 2 * kTile, &rounded,
-                        sizeof(rounded));
-          }
-      }
-    _tile_release();
-  });
+  const TileSizes sizes(tiles.size);
+  _tile_loadconfig(&sizes);
+  alignas(64) float sums[4 * kTile * kTile], line[kBlock];
+  for (int64_t block = begin; block < end; ++block)
+    for (int64_t tile = 0; tile < tiles.count; tile += 2) {
+      const bool two = tile + 1 < tiles.count;
+      const int64_t starts[2] = {tiles.start(tile), tiles.start(tile + 1)};
+      const auto multiply = tile ? (two ? multiply_tiles<true, false> : multiply_tiles<false, false>)
+                                 : (two ? multiply_tiles<true, true> : multiply_tiles<false, true>);
+      multiply(states + starts[0] * inputs, states + starts[1] * inputs, weight + block * inputs * kBlock, inputs,
+               sums);
+      for (int64_t part = 0; part < (two ? 2 : 1); ++part)
+        for (int64_t row = 0; row < tiles.size; ++row) {
+          const float* halves = sums + (2 * part * kTile + row) * kTile;
+          std::memcpy(line, halves, kTile * sizeof(float));
+          std::memcpy(line + kTile, halves + kTile * kTile, kTile * sizeof(float));
+          finish(starts[part] + row, block, line);
+        }
+    }
+  _tile_release();
 }
 
+constexpr bool kHasTiles = true;
 // The operating system must let a process use tiles.
 bool has_tiles() { return at::cpu::init_amx(); }
 
 #else
 
+constexpr bool kHasTiles = false;
+constexpr int64_t kTileInputs = 32;
 bool has_tiles() { return false; }
-void multiply_all(const at::BFloat16*, const at::BFloat16*, at::BFloat16*, int64_t, int64_t, int64_t) {
-  TORCH_CHECK(false, "this processor has no tiles");
-}
 
 #endif
 
+// What states are multiplied as. Without tiles, bfloat16 is computed in float.
+template <typename T>
+using Multiplied = std::conditional_t<kHasTiles && std::is_same_v<T, at::BFloat16>, at::BFloat16, float>;
+
+template <typename T>
+at::Tensor multiplied(const at::Tensor& states) {
+  return states.to(c10::CppTypeToScalarType<Multiplied<T>>::value).contiguous();
+}
+
 bool can_pack(const at::Tensor& weight) {
   if (weight.size(0) % kOutputs != 0) return false;
-  return weight.scalar_type() == at::kFloat ||
-         (weight.scalar_type() == at::kBFloat16 && weight.size(1) % kInputs == 0 && has_tiles());
+  if (weight.scalar_type() == at::kFloat) return true;
+  if (weight.scalar_type() != at::kBFloat16) return false;
+  if (kHasTiles) return weight.size(1) % kTileInputs == 0 && has_tiles();
+#ifdef __AVX512F__
+  return false;  // oneDNN has instructions for it
+#else
+  return true;
+#endif
 }
 
 // A hint that memory, not yet written, is better laid out in pages of 2 MB: reading it is 2 to 3 % faster.
@@ -571,12 +680,16 @@ void ask_for_large_pages(const at::Tensor& tensor) {
 #endif
 }
 
+at::Tensor in_blocks(const at::Tensor& weight) {
+  return weight.reshape({weight.size(0) / kBlock, kBlock, weight.size(1)}).transpose(1, 2);
+}
+
 at::Tensor pack(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && can_pack(weight));
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const at::Tensor ordered =
-      weight.scalar_type() == at::kFloat
-          ? weight.reshape({outputs / kBlock, kBlock, inputs}).transpose(1, 2)
+      weight.scalar_type() == at::kFloat || !kHasTiles
+          ? in_blocks(weight)
           // Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
           : weight.reshape({outputs / 32, 2, 16, inputs / 32, 16, 2}).permute({0, 3, 1, 4, 2, 5});
   at::Tensor packed = at::empty(ordered.sizes(), weight.options());
@@ -584,16 +697,235 @@ at::Tensor pack(const at::Tensor& weight) {
   return packed.copy_(ordered);
 }
 
-at::Tensor multiply(const at::Tensor& states, const at::Tensor& packed) {
-  const at::Tensor input = states.contiguous();
-  const int64_t num_rows = input.size(0), inputs = input.size(1), outputs = packed.numel() / inputs;
+at::Tensor multiply_packed(const at::Tensor& states, const at::Tensor& packed) {
+  const int64_t num_rows = states.size(0), inputs = states.size(1), outputs = packed.numel() / inputs;
   TORCH_CHECK(packed.is_contiguous() && outputs * inputs == packed.numel() && outputs % kOutputs == 0);
-  at::Tensor output = at::empty({num_rows, outputs}, input.options());
+  at::Tensor output = at::empty({num_rows, outputs}, states.options());
   if (num_rows == 0) return output;
   with_type(packed, [&](auto type) {
     using T = decltype(type);
-    multiply_all(input.const_data_ptr<T>(), packed.const_data_ptr<T>(), output.mutable_data_ptr<T>(), num_rows, inputs,
-                 outputs);
+    const at::Tensor input = multiplied<T>(states);
+    const auto* input_data = input.const_data_ptr<Multiplied<T>>();
+    const T* weight_data = packed.const_data_ptr<T>();
+    T* output_data = output.mutable_data_ptr<T>();
+    at::parallel_for(0, outputs / kBlock, 1, [&](int64_t begin, int64_t end) {
+      multiply_blocks(input_data, weight_data, num_rows, inputs, begin, end,
+                      [&](int64_t row, int64_t block, const float* sums) {
+                        T* line = output_data + row * outputs + block * kBlock;
+#pragma omp simd
+                        for (int64_t i = 0; i < kBlock; ++i) store(line + i, sums[i]);
+                      });
+    });
+  });
+  return output;
+}
+
+// The argmax of a product without most of the product: a rough copy of the weight, in 8 bits and with bounds on its
+// errors, tells which blocks of outputs may have the largest one. Those alone are multiplied. It is the same argmax to
+// the bit, since the bounds hold for the numbers as they are computed, rounding included.
+
+constexpr int64_t kRoughBlock = 16, kRoughRows = 6;  // of which sums fill the registers that all processors have
+constexpr int32_t kLargestWeight = 127;
+
+// 16 numbers of 16 bits, and 8 sums of 32: two neighbours each.
+#ifdef __AVX2__
+using Sums = __m256i;
+inline __m256i widened(const int8_t* from) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Sums add_pairs(Sums sums, __m256i weights, int32_t states) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(states)));
+}
+#else
+struct Sums {
+  int32_t of[8];
+};
+inline const int8_t* widened(const int8_t* from) { return from; }
+inline Sums add_pairs(Sums sums, const int8_t* weights, int32_t states) {
+  const int32_t first = static_cast<int16_t>(states), second = states >> 16;
+  for (int64_t i = 0; i < 8; ++i) sums.of[i] += weights[2 * i] * first + weights[2 * i + 1] * second;
+  return sums;
+}
+#endif
+
+// `kRows` rows times a block of outputs. Two inputs of an output lie side by side, and so do two states, in 16 bits
+// each.
+template <int64_t kRows>
+void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t pairs, bool fetch, int32_t* output) {
+  Sums sums[2 * kRows] = {};
+  for (int64_t pair = 0; pair < pairs; ++pair, weight += 2 * kRoughBlock) {
+    if (fetch) fetch_ahead(weight);
+    const auto first = widened(weight), second = widened(weight + kRoughBlock);
+#pragma GCC unroll 6
+    for (int64_t row = 0; row < kRows; ++row) {  // in this form compilers keep the sums in registers
+      sums[2 * row] = add_pairs(sums[2 * row], first, states[row * pairs + pair]);
+      sums[2 * row + 1] = add_pairs(sums[2 * row + 1], second, states[row * pairs + pair]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int64_t i = 0; i < 2 * kRows; ++i) std::memcpy(output + 8 * i, &sums[i], sizeof(Sums));
+}
+
+template <int64_t... kRows>
+auto multiply_roughly_of(int64_t rows, std::integer_sequence<int64_t, kRows...>) {
+  constexpr decltype(&multiply_roughly<1>) all[] = {multiply_roughly<kRows + 1>...};
+  return all[rows - 1];
+}
+
+// Whether the rough copy is worth it. Without tiles it always is, since fewer bytes are read and not more multiplied.
+bool screens(const at::Tensor& weight, int64_t num_rows) {
+  if (!kHasTiles || weight.scalar_type() != at::kBFloat16) return true;
+  return num_rows <= 2 * kRoughRows && weight.nbytes() > 16 * 1024 * 1024;  // tiles multiply faster than this
+}
+
+// A weight in 8 bits, and for each output a scale, the length of its weights and that of what the 8 bits leave out.
+std::tuple<at::Tensor, at::Tensor> pack_rough(const at::Tensor& weight) {
+  const at::Tensor wide = weight.to(at::kFloat).contiguous();
+  const int64_t outputs = wide.size(0), inputs = wide.size(1), pairs = (inputs + 1) / 2;
+  TORCH_CHECK(outputs % kRoughBlock == 0);
+  at::Tensor packed = at::empty({outputs / kRoughBlock, pairs, kRoughBlock, 2}, wide.options().dtype(at::kChar));
+  at::Tensor scales = at::empty({3, outputs}, wide.options());
+  ask_for_large_pages(packed);
+  const float* from = wide.const_data_ptr<float>();
+  int8_t* to = packed.mutable_data_ptr<int8_t>();
+  float* scale_data = scales.mutable_data_ptr<float>();
+  at::parallel_for(0, outputs, kRoughBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin; output < end; ++output) {
+      const float* line = from + output * inputs;
+      float largest = 0;
+      for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(line[i]));
+      const float scale = largest / kLargestWeight;
+      int8_t* place = to + (output / kRoughBlock * pairs * kRoughBlock + output % kRoughBlock) * 2;
+      double length = 0, left_out = 0;  // squared; not a number where a weight is none
+      for (int64_t i = 0; i < 2 * pairs; ++i) {
+        const float number = i < inputs && scale > 0 ? std::nearbyint(line[i] / scale) : 0.0f;
+        const int8_t stored = std::abs(number) <= kLargestWeight ? static_cast<int8_t>(number) : 0;
+        place[i / 2 * 2 * kRoughBlock + i % 2] = stored;
+        const double real = i < inputs ? line[i] : 0.0, difference = real - static_cast<double>(scale) * stored;
+        length += real * real;
+        left_out += difference * difference;
+      }
+      scale_data[output] = scale;
+      scale_data[outputs + output] = std::sqrt(length);
+      scale_data[2 * outputs + output] = std::sqrt(left_out);
+    }
+  });
+  return {packed, scales};
+}
+
+// States in 16 bits, two in a number, so that no sum of a product is too large for 32.
+struct RoughStates {
+  std::vector<int32_t> numbers;
+  std::vector<float> scales, lengths, left_out;  // of each row: as those of a weight
+  RoughStates(const float* states, int64_t num_rows, int64_t inputs)
+      : numbers(num_rows * ((inputs + 1) / 2)), scales(num_rows), lengths(num_rows), left_out(num_rows) {
+    const int64_t pairs = (inputs + 1) / 2;
+    const float most = std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / (kLargestWeight * 2 * pairs));
+    for (int64_t row = 0; row < num_rows; ++row, states += inputs) {
+      float largest = 0;
+      for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(states[i]));
+      const float scale = largest / most;
+      double length = 0, difference = 0;
+      for (int64_t i = 0; i < inputs; ++i) {
+        const float number = scale > 0 ? std::nearbyint(states[i] / scale) : 0.0f;
+        const auto stored = static_cast<int16_t>(std::abs(number) <= most ? number : 0.0f);
+        const double rest = states[i] - static_cast<double>(scale) * stored;
+        length += static_cast<double>(states[i]) * states[i];
+        difference += rest * rest;
+        numbers[row * pairs + i / 2] |= static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16));
+      }
+      scales[row] = scale;
+      lengths[row] = std::sqrt(length);
+      left_out[row] = std::sqrt(difference);
+    }
+  }
+};
+
+// Rows and blocks which may have the row's largest output, ordered by row and block.
+std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, const at::Tensor& rough,
+                                                    const at::Tensor& scales, float rounding) {
+  const int64_t num_rows = states.size(0), inputs = states.size(1), num_blocks = rough.size(0), pairs = rough.size(1);
+  const RoughStates rows(states.const_data_ptr<float>(), num_rows, inputs);
+  const float *scale_data = scales.const_data_ptr<float>(), *length_data = scale_data + num_blocks * kRoughBlock,
+              *left_out_data = length_data + num_blocks * kRoughBlock;
+  // A sum of n products in float is off by n * 2^-24 times the lengths of both sides, at most; some roundings follow.
+  const float slack = (inputs + 64) * std::exp2(-24.0f), margin = 1 + 1e-5f;
+  std::vector<float> lower(num_rows * num_blocks), upper(num_rows * num_blocks);
+  const Groups groups(num_rows, kRoughRows);
+  const auto multiply = multiply_roughly_of(groups.size, std::make_integer_sequence<int64_t, kRoughRows>());
+  at::parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+    int32_t sums[kRoughRows * kRoughBlock];
+    for (int64_t block = begin; block < end; ++block)
+      for (int64_t group = 0; group < groups.count; ++group) {
+        const int64_t start = groups.start(group);
+        const int8_t* weight = rough.const_data_ptr<int8_t>() + block * pairs * 2 * kRoughBlock;
+        multiply(rows.numbers.data() + start * pairs, weight, pairs, group == 0, sums);
+        for (int64_t row = start; row < start + groups.size; ++row) {
+          const int32_t* row_sums = sums + (row - start) * kRoughBlock;
+          const int64_t first = block * kRoughBlock;
+          constexpr float kInfinity = std::numeric_limits<float>::infinity();
+          float least = -kInfinity, most = -kInfinity;
+          int unknown = 0;  // where something is not a number, or beyond all
+#pragma omp simd reduction(max : least, most) reduction(| : unknown)
+          for (int64_t i = 0; i < kRoughBlock; ++i) {
+            const float score = row_sums[i] * rows.scales[row] * scale_data[first + i];
+            const float length = length_data[first + i], left_out = left_out_data[first + i];
+            // By Cauchy and Schwarz: the states times what the weight leaves out, the rough weight times what the
+            // states leave out, and what rounding does to the real sum and the rest of this.
+            const float error = margin * (rows.lengths[row] * (left_out + 2 * slack * length) +
+                                          rows.left_out[row] * (length + left_out));
+            least = std::max(least, score - error);
+            most = std::max(most, score + error);
+            unknown |= !(std::abs(score) + error < kInfinity);
+          }
+          lower[row * num_blocks + block] = unknown ? -kInfinity : least;
+          upper[row * num_blocks + block] = unknown ? kInfinity : most;
+        }
+      }
+  });
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float *row_lower = lower.data() + row * num_blocks, *row_upper = upper.data() + row * num_blocks;
+    const float least = *std::max_element(row_lower, row_lower + num_blocks);
+    const float limit = least - std::abs(least) * rounding - std::numeric_limits<float>::min();
+    for (int64_t block = 0; block < num_blocks; ++block)
+      if (!(row_upper[block] < limit)) found.emplace_back(row, block * kRoughBlock / kBlock);
+  }
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed, const at::Tensor& rough,
+                             const at::Tensor& scales) {
+  const int64_t num_rows = states.size(0), inputs = states.size(1), outputs = packed.numel() / inputs;
+  TORCH_CHECK(rough.size(0) * kRoughBlock == outputs && rough.size(1) == (inputs + 1) / 2 && scales.size(1) == outputs);
+  // Scores that differ by less may be equal once they are stored.
+  const float rounding = packed.scalar_type() == at::kFloat ? 0.0f : 1.0f / 128;
+  const auto found = candidates(states.to(at::kFloat).contiguous(), rough, scales, rounding);
+  const auto num_found = static_cast<int64_t>(found.size());
+  if (num_found > outputs / kBlock / 4) return first_largest(multiply_packed(states, packed));  // scores hardly differ
+  at::Tensor output = at::zeros({num_rows}, at::kLong);
+  with_type(packed, [&](auto type) {
+    using T = decltype(type);
+    const at::Tensor input = multiplied<T>(states);
+    const auto* input_data = input.const_data_ptr<Multiplied<T>>();
+    std::vector<std::pair<int32_t, int64_t>> best(num_found);  // rank and place of the largest output
+    at::parallel_for(0, num_found, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        multiply_blocks(input_data + found[i].first * inputs, packed.const_data_ptr<T>(), 1, inputs, found[i].second,
+                        found[i].second + 1, [&](int64_t, int64_t block, const float* sums) {
+                          int32_t ranks[kBlock];
+                          for (int64_t j = 0; j < kBlock; ++j) ranks[j] = rank(rounded<T>(sums[j]));
+                          const auto* largest = std::max_element(ranks, ranks + kBlock);
+                          best[i] = {*largest, block * kBlock + (largest - ranks)};
+                        });
+    });
+    std::vector<int32_t> largest(num_rows, std::numeric_limits<int32_t>::min());
+    for (int64_t i = 0; i < num_found; ++i)
+      if (best[i].first > largest[found[i].first]) {
+        largest[found[i].first] = best[i].first;
+        output.mutable_data_ptr<int64_t>()[found[i].first] = best[i].second;
+      }
   });
   return output;
 }
@@ -620,17 +952,41 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return output;
 }
 
+// A whole layer of the model, from its hidden states to the next ones. Weights: those of the first norm; of queries, keys
+// and values; of attention's output; of the second norm; of both halves of the feed-forward; and of its output.
+at::Tensor layer(const at::Tensor& states, at::TensorList weights, at::Tensor memory, const at::Tensor& repetitions,
+                 const at::Tensor& sequences, const at::Tensor& columns, const at::Tensor& bias_line,
+                 const std::optional<at::Tensor>& seen, double eps) {
+  TORCH_CHECK(weights.size() == 6);
+  const int64_t heads = memory.size(3), size = memory.size(5);
+  const at::Tensor products = multiply_packed(rms_norm(states, weights[0], eps), weights[1]);
+  const auto rows = products.view({states.size(0), 3, heads, size}).unbind(1);
+  const at::Tensor attended =
+      attend(rows[0], rows[1], rows[2], memory, repetitions, sequences, columns, bias_line, seen);
+  const at::Tensor middle = states + multiply_packed(attended.flatten(1), weights[2]);
+  const auto halves = multiply_packed(rms_norm(middle, weights[3], eps), weights[4]).chunk(2, 1);
+  return middle + multiply_packed(gated_gelu(halves[0], halves[1]), weights[5]);
+}
+
 TORCH_LIBRARY(LIBRARY_NAME, library) {
   library.def("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor", &rms_norm);
-  library.def("argmax(Tensor scores) -> Tensor", &argmax);
+  library.def("argmax(Tensor scores) -> Tensor", &first_largest);
   library.def("can_pack(Tensor weight) -> bool", &can_pack);
   library.def("pack(Tensor weight) -> Tensor", &pack);
-  library.def("multiply(Tensor states, Tensor packed) -> Tensor", &multiply);
+  library.def("multiply(Tensor states, Tensor packed) -> Tensor", &multiply_packed);
+  library.def("screens(Tensor weight, int num_rows) -> bool", &screens);
+  library.def("pack_rough(Tensor weight) -> (Tensor, Tensor)", &pack_rough);
+  library.def("argmax_of_product(Tensor states, Tensor packed, Tensor rough, Tensor scales) -> Tensor",
+              &argmax_of_product);
   library.def("gated_gelu(Tensor gate, Tensor states) -> Tensor", &gated_gelu);
   library.def(
       "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) memory, Tensor repetitions, Tensor sequences, "
       "Tensor columns, Tensor bias_line, Tensor? seen) -> Tensor",
       &attend);
+  library.def(
+      "layer(Tensor states, Tensor[] weights, Tensor(a!) memory, Tensor repetitions, Tensor sequences, Tensor columns, "
+      "Tensor bias_line, Tensor? seen, float eps) -> Tensor",
+      &layer);
 }
 
 }  // namespace

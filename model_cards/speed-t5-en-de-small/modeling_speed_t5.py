@@ -175,9 +175,22 @@ class SpeedT5DecoderLayer(GradientCheckpointingLayer):
         self.mlp = SpeedT5MLP(config)
         self.dropout = SharedDropout(config.dropout_rate)
 
+    def parts(self):
+        """Norms, and groups of linears that read the same states, in their order; `None` if some are of other kinds."""
+        attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
+        kinds = [type(part) for part in (attention, mlp, *norms)]
+        if kinds != [SpeedT5Attention, SpeedT5MLP, SpeedT5RMSNorm, SpeedT5RMSNorm]:
+            return None
+        before = norms[0], (attention.q, attention.k, attention.v), (attention.o,)
+        return *before, norms[1], (mlp.wi_0, mlp.wi_1), (mlp.wo,)
+
     def forward(
         self, hidden_states: torch.Tensor, rows, *attention_masks: torch.Tensor, **kwargs: Unpack[TransformersKwargs]
     ) -> torch.Tensor:
+        if not self.training:
+            output = rows.run_layer(self, self.self_attn.layer_idx, hidden_states, self.input_layernorm.eps)
+            if output is not None:
+                return output
         # The masks hold the learned bias. They come by position, since reentrant checkpointing differentiates only
         # those.
         states = self.input_layernorm(hidden_states, rows.operations)
@@ -469,7 +482,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         # A generation config marked as made from the model config forgets its `speed` options when it is loaded again.
         self.generation_config._from_model_config = False
 
-    # The three functions through which decoding knows the model.
+    # The four functions through which decoding knows the model.
 
     def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
         """See [`SpeedT5Model.embed`]."""
@@ -493,6 +506,21 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         if rows is None:
             return self._head(self.model.exit_states(hidden_states))
         return self._head(self.model.exit_states(hidden_states, rows.operations), rows.multiply)
+
+    def exit_tokens(self, hidden_states: torch.Tensor, rows) -> torch.LongTensor:
+        """
+        The first of the largest scores that [`~SpeedT5ForCausalLM.exit_logits`] gives, which may be found without most
+        of the scores.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(R, hidden_size)`): what `run_repetition` gave.
+            rows (`RowsInFlight`): what it was given.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)` on the CPU.
+        """
+        exit_states = self.model.exit_states(hidden_states, rows.operations)
+        return rows.argmax(exit_states * self._logit_scale, self.lm_head)
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)

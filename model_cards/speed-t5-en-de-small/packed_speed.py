@@ -20,10 +20,11 @@ class PackedWeights:
 
     `torch.nn.functional.linear` reorders a weight at every call, which for few rows costs more than the product. Here
     the weights of layers that read the same states are laid side by side and reordered once, for oneDNN or for the
-    compiled operations (one copy for each that is used). Those are the only further copies of weights in the project;
-    they live as long as the model and are not saved, copied or trained.
+    compiled operations (one copy for each that is used, and for the argmax of the compiled ones another in 8 bits). Those
+    are the only further copies of weights in the project; they live as long as the model and are not saved, copied or
+    trained.
 
-    Layers of another kind than plain `nn.Linear` (adapters, quantized weights, hooks), and all where oneDNN has no
+    Layers of another kind than plain `nn.Linear` (adapters, quantized weights, hooks), and all where there is no packed
     product of their precision, are called as they are.
     """
 
@@ -31,7 +32,8 @@ class PackedWeights:
 
     def __init__(self, operations):
         self._operations = operations
-        self._products = {}  # first layer -> product
+        self._products = {}  # first linear -> product, `None` where there is none; and the sizes of its outputs
+        self._layers = {}  # whole layer of the model -> its weights, `None` where it must be called part by part
         self._fingerprint = None
 
     @classmethod
@@ -47,9 +49,12 @@ class PackedWeights:
             [`PackedWeights`]
         """
         packed = cls._of_models.setdefault(model, {}).setdefault(operations, cls(operations))
-        fingerprint = [_fingerprint(module.weight) for module in model.modules() if _is_plain(module)]
+        fingerprint = [
+            _fingerprint(module.weight) if _is_plain(module) else (type(module), _is_hooked(module))
+            for module in model.modules()
+        ]
         if fingerprint != packed._fingerprint:
-            packed._products, packed._fingerprint = {}, fingerprint
+            packed._products, packed._layers, packed._fingerprint = {}, {}, fingerprint
         return packed
 
     def __call__(self, states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -61,11 +66,62 @@ class PackedWeights:
         Returns:
             `tuple(torch.Tensor)`: the output `(R, out_features)` of each layer.
         """
-        product = self._products.get(linears[0])
+        product, sizes = self._product(linears)
         if product is None:
-            product = _PackedProduct(linears, self._operations) if _can_pack(linears) else multiply
-            self._products[linears[0]] = product
-        return product(states, *linears)
+            return multiply(states, *linears)
+        return product(states).split_with_sizes(sizes, dim=-1) if len(sizes) > 1 else (product(states),)
+
+    def argmax(self, states: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+        """
+        Args:
+            states (`torch.Tensor` of shape `(R, in_features)`).
+            linear (`nn.Module`): a layer that reads them.
+
+        Returns:
+            `torch.Tensor` of shape `(R,)`: the first of the largest outputs of each row, int64, on the CPU.
+        """
+        product, _ = self._product((linear,))
+        return self._operations.argmax(linear(states)) if product is None else product.argmax(states, linear.weight)
+
+    def of_layer(self, layer: nn.Module) -> list[torch.Tensor] | None:
+        """
+        The weights of a whole layer of the model, as `operations.layer` takes them.
+
+        Args:
+            layer (`nn.Module`): one with `parts()`, see [`SpeedT5DecoderLayer`].
+
+        Returns:
+            `list[torch.Tensor]`, or `None` where the layer must be called part by part.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = self._pack_layer(layer)
+        return self._layers[layer]
+
+    def _pack_layer(self, layer):
+        parts = layer.parts()
+        if self._operations.layer is None or parts is None or any(_is_hooked(module) for module in layer.modules()):
+            return None
+        weights = [part.weight if isinstance(part, nn.Module) else self._packed(part) for part in parts]
+        same = all(weight is not None and weight.dtype == weights[1].dtype for weight in weights)
+        return weights if same else None
+
+    def _packed(self, linears):
+        return getattr(self._product(linears)[0], "packed", None)
+
+    def _product(self, linears):
+        if linears[0] not in self._products:
+            self._products[linears[0]] = self._pack(linears), [linear.out_features for linear in linears]
+        return self._products[linears[0]]
+
+    def _pack(self, linears):
+        """The product of layers with the same states, `None` where there is none that is packed."""
+        if not all(_is_plain(linear) for linear in linears):
+            return None
+        weights = [linear.weight.detach() for linear in linears]
+        if len({(weight.dtype, weight.device) for weight in weights}) > 1:
+            return None
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return self._operations.packed_product(weight) if self._operations.can_pack(weight) else None
 
 
 def multiply(states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -73,41 +129,14 @@ def multiply(states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, .
     return tuple(linear(states) for linear in linears)
 
 
-class _PackedProduct:
-    def __init__(self, linears, operations):
-        weights = [linear.weight.detach() for linear in linears]
-        self.sizes = [len(weight) for weight in weights]
-        self.product = operations.packed_product(torch.cat(weights) if len(weights) > 1 else weights[0])
-
-    def __call__(self, states, *linears):
-        output = self.product(states)
-        return output.split_with_sizes(self.sizes, dim=-1) if len(self.sizes) > 1 else (output,)
-
-
-def _can_pack(linears):
-    weights = [getattr(linear, "weight", None) for linear in linears]
-    return (
-        all(_is_plain(linear) for linear in linears)
-        and len({weight.dtype for weight in weights}) == 1
-        and all(weight.device.type == "cpu" for weight in weights)
-        and _onednn_multiplies(weights[0].dtype)
-    )
-
-
 def _is_plain(module):
     if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter:
         return False  # quantized weights are tensors of a class of their own
-    return module.bias is None and not (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    )
+    return module.bias is None and not _is_hooked(module)
 
 
-def _onednn_multiplies(dtype):
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32
+def _is_hooked(module):
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _fingerprint(weight):

@@ -74,6 +74,10 @@ class WholeSequences:
         dtype = self.attention_dtype or query.dtype
         return [(query.to(dtype), key.to(dtype), value.to(dtype))]
 
+    def run_layer(self, layer, layer_idx, states, eps):
+        """See [`RowsInFlight`]: layers are called part by part here."""
+        return None
+
     def leave(self, outputs):
         """Attention outputs `(B, L, H, D)` per block -> the outputs in the order of the hidden states."""
         return outputs[0]
@@ -95,7 +99,7 @@ class RowsInFlight:
         attention_dtype (`torch.dtype`): of torch's attention and its masks.
         seen (`torch.Tensor` of shape `(B, S)`, *optional*): bool, False at columns of padding.
         prefix (`torch.Tensor` of shape `(B, S)`, *optional*): bool, columns that see each other in both directions.
-        multiply (`Callable`): products of states with several layers, see [`PackedWeights`].
+        weights ([`PackedWeights`], *optional*): products of states with layers, where any are computed.
         operations ([`TorchOperations`] or [`CompiledOperations`]): what is no product.
     """
 
@@ -108,7 +112,7 @@ class RowsInFlight:
         attention_dtype,
         seen=None,
         prefix=None,
-        multiply=multiply,
+        weights=None,
         operations=TorchOperations,
     ):
         self.cache = cache
@@ -116,7 +120,9 @@ class RowsInFlight:
         self.max_columns = max_columns
         self.device = device
         self.seen, self.prefix = seen, prefix
-        self.multiply, self.operations = multiply, operations
+        self.multiply = weights
+        self.argmax = None if weights is None else weights.argmax
+        self.operations = operations
         self.attention_dtype = attention_dtype
         self.num_columns = 0
         self.bias_lines = {}  # made by the model, for `num_columns` keys
@@ -209,6 +215,16 @@ class RowsInFlight:
         """Queries, keys, values `(R, H, D)` of one layer -> attention outputs `(R, H, D)`; stores keys and values."""
         memory = self.cache.memory(layer_idx, key, self.num_sequences)
         return self.operations.attend(query, key, value, memory, *self.index, self.bias_lines[True], self.seen)
+
+    def run_layer(self, layer, layer_idx, states, eps):
+        """Hidden states `(R, hidden_size)` after a whole layer, `None` where it must be called part by part."""
+        weights = self.multiply.of_layer(layer) if self.attends_by_itself else None
+        memory = self.cache.stores[layer_idx].memory
+        if weights is None or memory is None:
+            return None
+        return self.operations.layer(
+            states, weights, memory, *self.index, self.bias_lines[True], self.seen, eps
+        )
 
     def leave(self, outputs):
         """Attention outputs `(N, W, H, D)` per block -> `(R, H, D)`."""

@@ -65,8 +65,8 @@ class SpeedGenerationMixin(GenerationMixin):
     """
     Generation with the option `speed=True`.
 
-    A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a
-    config with `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
+    A model that mixes it in gives `embed`, `run_repetition`, `exit_logits` and `exit_tokens` (see [`SpeedT5ForCausalLM`]) and
+    a config with `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
 
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
     """
@@ -239,10 +239,12 @@ class _SpeedRun:
             memory_dtype(model.dtype, self.device),
             seen=None if seen is None else _pad_columns(seen, max_length, True),
             prefix=None if prefix is None else _pad_columns(prefix.bool(), max_length, False),
-            multiply=PackedWeights.of(model, operations),
+            weights=PackedWeights.of(model, operations),
             operations=operations,
         )
-        self.choose = _TokenChoice(self.window, logits_processor, generation_config, self.device, hidden, operations)
+        self.choose = _TokenChoice(
+            model, self.rows, self.window, logits_processor, generation_config, self.device, hidden
+        )
         self.stop = _StopCheck(
             self.window, stopping_criteria, self.device, hidden, generation_config._pad_token_tensor
         )
@@ -320,8 +322,7 @@ class _SpeedRun:
         states = self.states
         if len(predicting) < len(columns):
             sequences, columns, states = sequences[predicting], columns[predicting], self._rows(states, predicting)
-        logits = self.model.exit_logits(states, self.rows)
-        window.verify(sequences, columns, self.choose(sequences, columns, logits))
+        window.verify(sequences, columns, self.choose(sequences, columns, states))
         num_new = window.commit(self.stop.in_flight)
         if num_new.any():
             self.choose.keep_scores(sequences, columns, num_new)
@@ -429,10 +430,10 @@ class _TokenChoice:
     text is the one that plain decoding samples under the same seed, and verifying needs no rejection.
     """
 
-    def __init__(self, window, logits_processor, generation_config, device, num_hidden_columns, operations):
+    def __init__(self, model, rows, window, logits_processor, generation_config, device, num_hidden_columns):
+        self.model, self.rows = model, rows
         self.window = window
         self.device = device
-        self.operations = operations
         self.num_hidden_columns = num_hidden_columns
         self.logits_processor = logits_processor
         self.do_sample = generation_config.do_sample
@@ -445,17 +446,18 @@ class _TokenChoice:
         self.is_plain = not (len(logits_processor) or self.do_sample or self.output_scores or self.output_logits)
         self.last = None
 
-    def __call__(self, sequences, columns, logits):
+    def __call__(self, sequences, columns, states):
+        """Tokens `(R,)` after positions whose hidden states are `(R, hidden_size)`."""
         if self.is_plain:
-            return self.operations.argmax(logits).numpy()
-        logits = logits.float()
+            return self.model.exit_tokens(states, self.rows).numpy()
+        logits = self.model.exit_logits(states, self.rows).float()
         scores = self._process(sequences, columns, logits)
         if self.output_scores or self.output_logits:
             self.last = scores, logits
         if self.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
             scores = probs / self._noise(sequences, columns, probs)
-        return self.operations.argmax(scores).numpy()
+        return self.rows.operations.argmax(scores).numpy()
 
     def _process(self, sequences, columns, logits):
         """Scores `(R, V)`. The processors see each row at its place in a batch, with the prefix that it really has."""
