@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import HAS_COMPILER, flipping_model, prompts
+from tiny_models import COMPILED_SIZES, HAS_COMPILER, flipping_model, prompts
 from torch.utils import cpp_extension
 
 from speed_hf import kernels_speed, rows_speed
@@ -134,6 +134,136 @@ def test_a_row_of_a_compiled_product_does_not_depend_on_its_neighbours(compiled,
     assert together[20].isnan().all()
     for row in range(40):
         assert row == 20 or torch.equal(product(states[row : row + 1])[0], together[row])
+
+
+def _scores_of_some_kind(kind):
+    weight, states = torch.randn(1024, 50), torch.randn(7, 50)
+    if kind == "ties":
+        weight, states = weight.round(), states.round()
+        weight[512:] = weight[:512].clone()
+    elif kind == "all equal":
+        weight[:] = weight[0]
+    elif kind == "lengths":
+        weight *= torch.randn(1024, 1).exp() * 3
+        states[0] = 0
+    elif kind == "large and small":
+        weight[100] *= 1e30
+        states[1] *= 1e20
+        states[2] *= 1e-30
+    elif kind == "not numbers":
+        weight[[3, 700], 5] = torch.nan
+        weight[900, 1] = -torch.inf
+        states[4, 2] = torch.inf
+    return weight, states
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["random", "ties", "all equal", "lengths", "large and small", "not numbers"])
+def test_the_argmax_of_a_product_is_that_of_all_its_outputs(compiled, dtype, kind):
+    torch.manual_seed(0)
+    for num_inputs in (50, 49):  # in pairs, or not
+        weight, states = (numbers[:, :num_inputs].to(dtype) for numbers in _scores_of_some_kind(kind))
+        # Not the product itself, which may leave the search out on processors with tiles.
+        library = compiled.library
+        if not library.can_pack.default(weight):
+            pytest.skip(f"products in {dtype} are oneDNN's on this processor")
+        packed = library.pack.default(weight)
+        rough = library.pack_rough.default(weight)
+        expected = compiled.argmax(library.multiply.default(states, packed))
+        assert torch.equal(library.argmax_of_product.default(states, packed, *rough), expected)
+        product = compiled.packed_product(weight)
+        assert torch.equal(product.argmax(states, weight), expected)
+
+
+def test_a_search_for_the_argmax_multiplies_little(compiled):
+    torch.manual_seed(0)
+    weight, states = torch.randn(4096, 64), torch.randn(5, 64)
+    packed, rough = compiled.library.pack.default(weight), compiled.library.pack_rough.default(weight)
+    scores = states @ weight.T
+    size = packed.shape[-1]
+    near = {output // size for output in (scores > scores.amax(1, keepdim=True) - 4).nonzero()[:, 1].tolist()}
+    assert len(near) < len(packed) / 4
+    for block in set(range(len(packed))) - near:
+        packed[block] = torch.nan  # which would be the largest, if anybody looked
+    assert torch.equal(compiled.library.argmax_of_product.default(states, packed, *rough), scores.argmax(-1))
+
+
+@pytest.fixture
+def calls(compiled, monkeypatch):
+    """How often whole layers were run by the compiled operation."""
+    counts, layer = [], compiled.layer
+    monkeypatch.setattr(compiled, "layer", lambda *args: counts.append(len(args[0])) or layer(*args))
+    return counts
+
+
+OPTIONS = {"max_new_tokens": 30, "do_sample": False}
+
+
+@pytest.mark.parametrize("flips", ["seldom", "often"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_whole_layers_write_plain_text(calls, flips, batch_size):
+    model = flipping_model(flips, torch.float32, **COMPILED_SIZES)
+    inputs = prompts(batch_size, 9, padded=True)
+    output = model.generate(**inputs, **OPTIONS, speed=True, speed_kernels=True)
+    assert torch.equal(output, model.generate(**inputs, **OPTIONS))
+    assert len(calls) > 30
+
+
+@DTYPES
+def test_whole_layers_equal_their_parts_to_the_bit(compiled, dtype, calls, monkeypatch):
+    model = flipping_model("often", dtype, **COMPILED_SIZES)
+    options = {**OPTIONS, "speed": True, "speed_kernels": True, "return_dict_in_generate": True}
+    whole = model.generate(**prompts(2, 9), **options)
+    if not compiled.library.can_pack.default(model.lm_head.weight):
+        pytest.skip(f"products in {dtype} are oneDNN's on this processor")
+    assert calls
+    monkeypatch.setattr(PackedWeights, "of_layer", lambda self, layer: None)
+    parts = model.generate(**prompts(2, 9), **options)
+    assert torch.equal(whole.sequences, parts.sequences)
+    for one, other in zip(whole.cache.layers, parts.cache.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+class Doubled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return 2 * self.inner(*args, **kwargs)
+
+
+def _replace_a_norms_weight(model):
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight * torch.linspace(-2, 2, len(norm.weight)))
+
+
+LAYER_CHANGES = {
+    "hook on a norm": lambda model: model.model.layers[0].input_layernorm.register_forward_hook(
+        lambda *args: args[2] * torch.linspace(-2, 2, args[2].shape[-1])
+    ),
+    "hook on attention": lambda model: model.model.layers[0].self_attn.register_forward_hook(
+        lambda *args: (args[2][0] * 3, None)
+    ),
+    "another feed-forward": lambda model: setattr(model.model.layers[0], "mlp", Doubled(model.model.layers[0].mlp)),
+    "another linear": lambda model: setattr(
+        model.model.layers[0].self_attn, "o", Doubled(model.model.layers[0].self_attn.o)
+    ),
+    "weight of a norm": _replace_a_norms_weight,
+    "weight of a norm in place": lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(-3),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_CHANGES)
+@pytest.mark.usefixtures("compiled")
+def test_whole_layers_follow_every_change(name):
+    model = flipping_model("often", torch.float32, **COMPILED_SIZES)
+    inputs, options = prompts(1, 9), {**OPTIONS, "speed": True, "speed_kernels": True}
+    before = model.generate(**inputs, **options)
+    LAYER_CHANGES[name](model)
+    after = model.generate(**inputs, **options)
+    assert torch.equal(after, model.generate(**inputs, **OPTIONS))
+    assert not torch.equal(after, before)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -62,6 +62,16 @@ def random_ids(*shape, vocab_size=TINY_SIZES["vocab_size"], seed=0):
     return torch.from_numpy(np.random.default_rng(seed).integers(2, vocab_size, shape))
 
 
+# Sizes for which the compiled operations multiply by themselves, run whole layers and search the head.
+COMPILED_SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 3,
+    "head_dim": 32,
+}
+
+
 # How much a repetition changes the residual stream, and with it the predictions of the exits.
 GAINS = {"never": 0.0, "seldom": 0.2, "often": 2.0}
 

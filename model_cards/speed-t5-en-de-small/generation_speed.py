@@ -65,8 +65,9 @@ class SpeedGenerationMixin(GenerationMixin):
     """
     Generation with the option `speed=True`.
 
-    A model that mixes it in gives `embed`, `run_repetition`, `exit_logits` and `exit_tokens` (see [`SpeedT5ForCausalLM`]) and
-    a config with `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
+    A model that mixes it in gives `embed`, `run_repetition`, `exit_logits` and `exit_tokens` (see
+    [`SpeedT5ForCausalLM`]) and a config with `num_unique_layers` and `num_repetitions`. Everything around the decoding
+    loop stays with transformers.
 
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
     """

@@ -50,13 +50,13 @@ class TorchOperations:
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
-        """Whether there are packed products of this precision here."""
+        """Whether there is a packed product with a weight `(out_features, in_features)` on the CPU."""
         has_products = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        return has_products and weight.device.type == "cpu" and weight.dtype in DTYPES
+        return has_products and weight.dtype in DTYPES
 
     @classmethod
     def packed_product(cls, weight: torch.Tensor) -> "PackedProduct":
-        """A weight `(out_features, in_features)` on the CPU, packed for products with few rows."""
+        """The weight, packed for products with few rows."""
         return PackedProduct(weight, cls)
 
 
@@ -67,13 +67,17 @@ class PackedProduct:
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): one that `operations.can_pack`.
         operations ([`TorchOperations`]).
+
+    Attributes:
+        leaves_one_row (`bool`): whether one row is better multiplied with the weight as it is.
     """
 
     def __init__(self, weight, operations):
         self.operations = operations
-        # A processor without instructions for bfloat16 is better off with the same numbers in float32, though they are
-        # twice as long: torch would multiply each row by itself.
+        # On a processor without instructions for bfloat16 torch multiplies each row by itself. From two rows on the
+        # same numbers in float32 are faster, though they are twice as long.
         is_supported = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.leaves_one_row = not is_supported
         self._dtype = weight.dtype if is_supported else torch.float32
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), ROWS_TO_PACK_FOR)
         self._product = torch.ops.mkldnn._linear_pointwise.default  # which needs not be chosen by its arguments
@@ -94,12 +98,12 @@ class CompiledProduct(PackedProduct):
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`).
         operations ([`CompiledOperations`]).
-        library: `torch.ops.<name>`.
     """
 
-    def __init__(self, weight, operations, library):
+    def __init__(self, weight, operations):
         self.operations = operations
-        self._library = library
+        self.leaves_one_row = False
+        library = operations.library
         self.packed = library.pack.default(weight)
         self._product, self._argmax = library.multiply.default, library.argmax_of_product.default
         self._screens = library.screens.default
@@ -112,7 +116,7 @@ class CompiledProduct(PackedProduct):
         if not self._screens(weight, len(states)):
             return super().argmax(states, weight)
         if self._rough is None:
-            self._rough = self._library.pack_rough.default(weight.detach())
+            self._rough = self.operations.library.pack_rough.default(weight.detach())
         return self._argmax(states, self.packed, *self._rough)
 
 
@@ -125,13 +129,13 @@ class CompiledOperations(TorchOperations):
     """
 
     def __init__(self, library):
+        self.library = library
         self.gated_gelu = library.gated_gelu.default
         self.argmax = library.argmax.default
         self.attend = library.attend.default
         self.layer = library.layer.default
         self._rms_norm = library.rms_norm.default
         self._has_product = library.can_pack.default
-        self._library = library
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
@@ -143,7 +147,7 @@ class CompiledOperations(TorchOperations):
 
     def packed_product(self, weight):  # type: ignore[override]
         if self._has_product(weight):
-            return CompiledProduct(weight, self, self._library)
+            return CompiledProduct(weight, self)
         return PackedProduct(weight, self)
 
 
@@ -242,6 +246,7 @@ SOURCE = r"""
 #endif
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -313,51 +318,168 @@ void gated_gelu_row(const T* gate, const T* states, T* output, int64_t size) {
   }
 }
 
-// The dot product of a query with a key. Sums of their own for 16 places let compilers work without an order to keep.
-template <typename Memory>
-inline float dot(const float* query, const Memory* key, int64_t size) {
-  constexpr int64_t kPlaces = 16;
-  float sums[kPlaces] = {};
-  int64_t start = 0;
-  for (; start + kPlaces <= size; start += kPlaces)
-#pragma omp simd
-    for (int64_t i = 0; i < kPlaces; ++i) sums[i] += query[start + i] * load(key + start + i);
-  for (int64_t i = 0; start + i < size; ++i) sums[i] += query[start + i] * load(key + start + i);
-  for (int64_t width = kPlaces / 2; width > 0; width /= 2)
-    for (int64_t i = 0; i < width; ++i) sums[i] += sums[i + width];
-  return sums[0];
+// Numbers of a vector register, in a form that leaves compilers no choice. Without AVX they are taken apart.
+#ifdef __AVX512F__
+constexpr int64_t kLanes = 16;
+#else
+constexpr int64_t kLanes = 8;
+#endif
+constexpr int64_t kPair = 2 * kLanes;
+constexpr int64_t kLine = 64;     // bytes that are fetched together
+constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+
+template <typename T>
+using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
+template <typename T>
+inline Lanes<T> lanes(const void* from) {
+  Lanes<T> numbers;
+  std::memcpy(&numbers, from, sizeof(numbers));
+  return numbers;
 }
 
-template <typename Memory, int64_t kSize>
-void attend_one(const float* query, const Memory* keys, const Memory* values, const float* bias, const bool* seen,
-                int64_t num_keys, int64_t size, float* scores, float* output) {
-  const int64_t n = kSize ? kSize : size;
-  float largest = std::numeric_limits<float>::lowest();
-  for (int64_t key = 0; key < num_keys; ++key) {
-    if (seen && !seen[key]) {
-      scores[key] = std::numeric_limits<float>::lowest();
-      continue;
+// Neighbours in memory, in float: the first and the second half of them, or in bfloat16 every other one, which takes
+// two instructions.
+struct Pair {
+  Lanes<float> first, second;
+  explicit Pair(const float* from) : first(lanes<float>(from)), second(lanes<float>(from + kLanes)) {}
+  explicit Pair(const at::BFloat16* from) {
+    const Lanes<uint32_t> both = lanes<uint32_t>(from);
+    first = std::bit_cast<Lanes<float>>(both << 16);
+    second = std::bit_cast<Lanes<float>>(both & 0xffff0000u);
+  }
+};
+
+inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
+template <int64_t kBytes>
+inline void fetch(const void* from) {
+  for (int64_t byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(static_cast<const char*>(from) + byte);
+}
+
+// Where numbers of memory are found when they are read as pairs: place among the `kPair` numbers of two registers.
+template <typename Memory>
+constexpr int64_t place_in_pair(int64_t i) {
+  return std::is_same_v<Memory, float> ? i : i % 2 * kLanes + i / 2;
+}
+
+// The sum of each of 8 registers.
+inline void add_up(const Lanes<float>* sums, float* totals) {
+#ifdef __AVX2__
+  __m256 narrow[8];
+  for (int64_t i = 0; i < 8; ++i) {
+#ifdef __AVX512F__
+    const auto halves = std::bit_cast<std::array<__m256, 2>>(sums[i]);
+    narrow[i] = halves[0] + halves[1];
+#else
+    narrow[i] = sums[i];
+#endif
+  }
+  const __m256 left = _mm256_hadd_ps(_mm256_hadd_ps(narrow[0], narrow[1]), _mm256_hadd_ps(narrow[2], narrow[3]));
+  const __m256 right = _mm256_hadd_ps(_mm256_hadd_ps(narrow[4], narrow[5]), _mm256_hadd_ps(narrow[6], narrow[7]));
+  _mm256_storeu_ps(totals, _mm256_permute2f128_ps(left, right, 0x20) + _mm256_permute2f128_ps(left, right, 0x31));
+#else
+  for (int64_t i = 0; i < 8; ++i) {
+    totals[i] = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) totals[i] += sums[i][lane];
+  }
+#endif
+}
+
+// One query of `kParts` pairs of registers: its dot products with all keys. `ahead`: what to fetch meanwhile.
+template <typename Memory, int64_t kParts>
+void score_keys(const float* query, const Memory* keys, const Memory* ahead, int64_t num_keys, float* scores) {
+  constexpr int64_t n = kParts * kPair;
+  Lanes<float> parts[2 * kParts];
+  std::memcpy(parts, query, sizeof(parts));
+  for (int64_t start = 0; start < num_keys; start += 8) {
+    Lanes<float> sums[8] = {};
+    for (int64_t i = 0; i < 8; ++i) {
+      const int64_t key = std::min(start + i, num_keys - 1);
+      fetch<n * sizeof(Memory)>(ahead + key * n);
+      for (int64_t part = 0; part < kParts; ++part) {
+        const Pair pair(keys + key * n + part * kPair);
+        sums[i] += parts[2 * part] * pair.first;
+        sums[i] += parts[2 * part + 1] * pair.second;
+      }
     }
-    scores[key] = dot(query, keys + key * n, n) + bias[key];
+    float totals[8];
+    add_up(sums, totals);
+    std::copy_n(totals, std::min<int64_t>(8, num_keys - start), scores + start);
+  }
+}
+
+// The sum of all values, each times its probability, in the places of pairs.
+template <typename Memory, int64_t kParts>
+void mix_values(const float* probabilities, const Memory* values, const Memory* ahead, int64_t num_keys,
+                float* output) {
+  constexpr int64_t n = kParts * kPair;
+  Lanes<float> sums[2 * kParts] = {};
+  for (int64_t key = 0; key < num_keys; ++key) {
+    fetch<n * sizeof(Memory)>(ahead + key * n);
+    for (int64_t part = 0; part < kParts; ++part) {
+      const Pair pair(values + key * n + part * kPair);
+      sums[2 * part] += probabilities[key] * pair.first;
+      sums[2 * part + 1] += probabilities[key] * pair.second;
+    }
+  }
+  std::memcpy(output, sums, sizeof(sums));
+}
+
+// The same for any size.
+template <typename Memory>
+void score_keys(const float* query, const Memory* keys, int64_t num_keys, int64_t size, float* scores) {
+  for (int64_t key = 0; key < num_keys; ++key) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += query[i] * load(keys + key * size + i);
+    scores[key] = sum;
+  }
+}
+template <typename Memory>
+void mix_values(const float* probabilities, const Memory* values, int64_t num_keys, int64_t size, float* output) {
+  std::fill_n(output, size, 0.0f);
+  for (int64_t key = 0; key < num_keys; ++key)
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) output[i] += probabilities[key] * load(values + key * size + i);
+}
+
+// Scores to what softmax makes of them, but for the division by their sum, which is returned.
+inline float exponentials(const float* bias, const bool* seen, int64_t num_keys, float* scores) {
+  constexpr float kLowest = std::numeric_limits<float>::lowest();
+  float largest = kLowest, sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t key = 0; key < num_keys; ++key) {
+    scores[key] = !seen || seen[key] ? scores[key] + bias[key] : kLowest;
     largest = std::max(largest, scores[key]);
   }
-  float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t key = 0; key < num_keys; ++key) {
     scores[key] = scores[key] < largest - kCut ? 0.0f : exponential(scores[key] - largest);
     sum += scores[key];
   }
-  constexpr int64_t kPart = kSize ? kSize : 16;
-  for (int64_t start = 0; start < n; start += kPart) {
-    float sums[kPart] = {};
-    const int64_t width = kSize ? kSize : std::min(kPart, n - start);
-    for (int64_t key = 0; key < num_keys; ++key) {
-      const Memory* line = values + key * n + start;
-      const float probability = scores[key];
-#pragma omp simd
-      for (int64_t i = 0; i < width; ++i) sums[i] += probability * load(line + i);
-    }
-    for (int64_t i = 0; i < width; ++i) output[start + i] = sums[i] / sum;
+  return sum;
+}
+
+constexpr int64_t kFewKeys = 512;  // whose values the second cache holds until they are needed
+
+// One query and head. `next`: how far from its keys and values those of the next head are.
+template <typename Memory, int64_t kSize>
+void attend_one(const float* query, const Memory* keys, const Memory* values, const float* bias, const bool* seen,
+                int64_t num_keys, int64_t size, int64_t next, float* scores, float* output) {
+  if constexpr (kSize % kPair == 0 && kSize > 0) {
+    float parts[kSize];
+    for (int64_t i = 0; i < kSize; ++i) parts[i / kPair * kPair + place_in_pair<Memory>(i % kPair)] = query[i];
+    // While keys are read, their values are fetched, and then the keys of the next head.
+    const bool few = num_keys <= kFewKeys;
+    score_keys<Memory, kSize / kPair>(parts, keys, few ? values : keys + kAhead / sizeof(Memory), num_keys, scores);
+    const float sum = exponentials(bias, seen, num_keys, scores);
+    mix_values<Memory, kSize / kPair>(scores, values, few ? keys + next : values + kAhead / sizeof(Memory), num_keys,
+                                      parts);
+    for (int64_t i = 0; i < kSize; ++i) output[i] = parts[i / kPair * kPair + place_in_pair<Memory>(i % kPair)] / sum;
+  } else {
+    score_keys(query, keys, num_keys, size, scores);
+    const float sum = exponentials(bias, seen, num_keys, scores);
+    mix_values(scores, values, num_keys, size, output);
+    for (int64_t i = 0; i < size; ++i) output[i] /= sum;
   }
 }
 
@@ -396,7 +518,7 @@ void attend_all(const at::Tensor& query, const at::Tensor& key, const at::Tensor
       const float* bias = line_data + head * line_size + middle - columns[row];
       const bool* row_seen = seen ? seen->const_data_ptr<bool>() + sequences[row] * seen->stride(0) : nullptr;
       attend_one<Memory, kSize>(wide_query, keys, keys + memory.stride(0), bias, row_seen, columns[row] + 1, size,
-                                scores, wide_output);
+                                per_head, scores, wide_output);
       for (int64_t i = 0; i < size; ++i) store(output_data + task * size + i, wide_output[i]);
     }
   });
@@ -482,31 +604,9 @@ at::Tensor first_largest(const at::Tensor& scores) {
 // Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
 
-// Outputs of a block, and rows that are multiplied together: as many sums as there are vector registers for.
-#ifdef __AVX512F__
-constexpr int64_t kLanes = 16, kMostRows = 12;
-#else
-constexpr int64_t kLanes = 8, kMostRows = 6;
-#endif
-constexpr int64_t kBlock = 2 * kLanes;
-constexpr int64_t kOutputs = 32;   // numbers of outputs must be multiples of it
-constexpr int64_t kLine = 64;      // bytes that are fetched together
-constexpr int64_t kAhead = 4096;   // bytes; farther than the processor fetches by itself
-
-// Numbers of a vector register. Compilers left to themselves choose smaller ones where they widen 8 or 16 bits.
-template <typename T>
-using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
-template <typename T>
-inline Lanes<T> lanes(const void* from) {
-  Lanes<T> numbers;
-  std::memcpy(&numbers, from, sizeof(numbers));
-  return numbers;
-}
-inline Lanes<float> widened(const float* from) { return lanes<float>(from); }
-inline Lanes<float> widened(const at::BFloat16* from) {
-  return std::bit_cast<Lanes<float>>(__builtin_convertvector(lanes<uint16_t>(from), Lanes<uint32_t>) << 16);
-}
-inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
+constexpr int64_t kBlock = kPair;   // outputs that are multiplied together, and rows: as many as registers hold
+constexpr int64_t kMostRows = kLanes == 16 ? 12 : 6;
+constexpr int64_t kOutputs = 32;    // numbers of outputs must be multiples of it
 
 // Rows in groups of equally many; the last group begins earlier instead of being smaller.
 struct Groups {
@@ -523,11 +623,11 @@ void multiply_block(const float* states, const Weight* weight, int64_t inputs, b
   for (int64_t input = 0; input < inputs; ++input, weight += kBlock) {
     if (fetch)
       for (int64_t i = 0; i < kBlock; i += kLine / sizeof(Weight)) fetch_ahead(weight + i);
-    const Lanes<float> first = widened(weight), second = widened(weight + kLanes);
+    const Pair pair(weight);
     for (int64_t row = 0; row < kRows; ++row) {
       const float state = states[row * inputs + input];
-      sums[row][0] += state * first;
-      sums[row][1] += state * second;
+      sums[row][0] += state * pair.first;
+      sums[row][1] += state * pair.second;
     }
   }
   std::memcpy(output, sums, sizeof(sums));
@@ -552,10 +652,10 @@ void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows
   for (int64_t block = begin; block < end; ++block) {
     const Weight* from = weight + block * kBlock * inputs;
     if (widens)
-      for (int64_t i = 0; i < kBlock * inputs; i += kLanes) {
+      for (int64_t i = 0; i < kBlock * inputs; i += kBlock) {
         fetch_ahead(from + i);
-        const Lanes<float> numbers = widened(from + i);
-        std::memcpy(wide.data() + i, &numbers, sizeof(numbers));
+        const Pair pair(from + i);
+        std::memcpy(wide.data() + i, &pair, sizeof(pair));
       }
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
@@ -680,18 +780,14 @@ void ask_for_large_pages(const at::Tensor& tensor) {
 #endif
 }
 
-at::Tensor in_blocks(const at::Tensor& weight) {
-  return weight.reshape({weight.size(0) / kBlock, kBlock, weight.size(1)}).transpose(1, 2);
-}
-
 at::Tensor pack(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && can_pack(weight));
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
   const at::Tensor ordered =
-      weight.scalar_type() == at::kFloat || !kHasTiles
-          ? in_blocks(weight)
-          // Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
-          : weight.reshape({outputs / 32, 2, 16, inputs / 32, 16, 2}).permute({0, 3, 1, 4, 2, 5});
+      weight.scalar_type() == at::kFloat ? weight.reshape({outputs / kBlock, kBlock, inputs}).transpose(1, 2)
+      : !kHasTiles ? weight.reshape({outputs / kBlock, 2, kLanes, inputs}).permute({0, 3, 2, 1})
+                   // Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
+                   : weight.reshape({outputs / 32, 2, 16, inputs / 32, 16, 2}).permute({0, 3, 1, 4, 2, 5});
   at::Tensor packed = at::empty(ordered.sizes(), weight.options());
   ask_for_large_pages(packed);
   return packed.copy_(ordered);
@@ -832,7 +928,7 @@ struct RoughStates {
         const double rest = states[i] - static_cast<double>(scale) * stored;
         length += static_cast<double>(states[i]) * states[i];
         difference += rest * rest;
-        numbers[row * pairs + i / 2] |= static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16));
+        numbers[row * pairs + i / 2] |= static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16);
       }
       scales[row] = scale;
       lengths[row] = std::sqrt(length);
@@ -898,7 +994,7 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
 at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed, const at::Tensor& rough,
                              const at::Tensor& scales) {
   const int64_t num_rows = states.size(0), inputs = states.size(1), outputs = packed.numel() / inputs;
-  TORCH_CHECK(rough.size(0) * kRoughBlock == outputs && rough.size(1) == (inputs + 1) / 2 && scales.size(1) == outputs);
+  TORCH_CHECK(rough.size(0) * kRoughBlock == outputs && rough.size(1) == (inputs + 1) / 2);
   // Scores that differ by less may be equal once they are stored.
   const float rounding = packed.scalar_type() == at::kFloat ? 0.0f : 1.0f / 128;
   const auto found = candidates(states.to(at::kFloat).contiguous(), rough, scales, rounding);
@@ -952,8 +1048,8 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return output;
 }
 
-// A whole layer of the model, from its hidden states to the next ones. Weights: those of the first norm; of queries, keys
-// and values; of attention's output; of the second norm; of both halves of the feed-forward; and of its output.
+// A whole layer of the model, from its hidden states to the next ones. Weights: those of the first norm; of queries,
+// keys and values; of attention's output; of the second norm; of both halves of the feed-forward; and of its output.
 at::Tensor layer(const at::Tensor& states, at::TensorList weights, at::Tensor memory, const at::Tensor& repetitions,
                  const at::Tensor& sequences, const at::Tensor& columns, const at::Tensor& bias_line,
                  const std::optional<at::Tensor>& seen, double eps) {
@@ -984,8 +1080,8 @@ TORCH_LIBRARY(LIBRARY_NAME, library) {
       "Tensor columns, Tensor bias_line, Tensor? seen) -> Tensor",
       &attend);
   library.def(
-      "layer(Tensor states, Tensor[] weights, Tensor(a!) memory, Tensor repetitions, Tensor sequences, Tensor columns, "
-      "Tensor bias_line, Tensor? seen, float eps) -> Tensor",
+      "layer(Tensor states, Tensor[] weights, Tensor(a!) memory, Tensor repetitions, Tensor sequences, "
+      "Tensor columns, Tensor bias_line, Tensor? seen, float eps) -> Tensor",
       &layer);
 }
 

@@ -176,7 +176,7 @@ class SpeedT5DecoderLayer(GradientCheckpointingLayer):
         self.dropout = SharedDropout(config.dropout_rate)
 
     def parts(self):
-        """Norms, and groups of linears that read the same states, in their order; `None` if some are of other kinds."""
+        """Norms and groups of linears that read the same states, in order; `None` if some are of other kinds."""
         attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
         kinds = [type(part) for part in (attention, mlp, *norms)]
         if kinds != [SpeedT5Attention, SpeedT5MLP, SpeedT5RMSNorm, SpeedT5RMSNorm]:

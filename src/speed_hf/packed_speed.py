@@ -20,12 +20,12 @@ class PackedWeights:
 
     `torch.nn.functional.linear` reorders a weight at every call, which for few rows costs more than the product. Here
     the weights of layers that read the same states are laid side by side and reordered once, for oneDNN or for the
-    compiled operations (one copy for each that is used, and for the argmax of the compiled ones another in 8 bits). Those
+    compiled operations (one copy for each that is used; for the argmax of the compiled ones another in 8 bits). Those
     are the only further copies of weights in the project; they live as long as the model and are not saved, copied or
     trained.
 
-    Layers of another kind than plain `nn.Linear` (adapters, quantized weights, hooks), and all where there is no packed
-    product of their precision, are called as they are.
+    Layers of another kind than plain `nn.Linear` (adapters, quantized weights, hooks), and all where there is no
+    packed product of their precision, are called as they are.
     """
 
     _of_models: "weakref.WeakKeyDictionary[nn.Module, dict[Any, PackedWeights]]" = weakref.WeakKeyDictionary()
@@ -49,10 +49,7 @@ class PackedWeights:
             [`PackedWeights`]
         """
         packed = cls._of_models.setdefault(model, {}).setdefault(operations, cls(operations))
-        fingerprint = [
-            _fingerprint(module.weight) if _is_plain(module) else (type(module), _is_hooked(module))
-            for module in model.modules()
-        ]
+        fingerprint = [_fingerprint(module) for module in model.modules()]
         if fingerprint != packed._fingerprint:
             packed._products, packed._layers, packed._fingerprint = {}, {}, fingerprint
         return packed
@@ -67,7 +64,7 @@ class PackedWeights:
             `tuple(torch.Tensor)`: the output `(R, out_features)` of each layer.
         """
         product, sizes = self._product(linears)
-        if product is None:
+        if product is None or (product.leaves_one_row and len(states) == 1):
             return multiply(states, *linears)
         return product(states).split_with_sizes(sizes, dim=-1) if len(sizes) > 1 else (product(states),)
 
@@ -81,7 +78,9 @@ class PackedWeights:
             `torch.Tensor` of shape `(R,)`: the first of the largest outputs of each row, int64, on the CPU.
         """
         product, _ = self._product((linear,))
-        return self._operations.argmax(linear(states)) if product is None else product.argmax(states, linear.weight)
+        if product is None or (product.leaves_one_row and len(states) == 1):
+            return self._operations.argmax(linear(states))
+        return product.argmax(states, linear.weight)
 
     def of_layer(self, layer: nn.Module) -> list[torch.Tensor] | None:
         """
@@ -111,18 +110,20 @@ class PackedWeights:
 
     def _product(self, linears):
         if linears[0] not in self._products:
-            self._products[linears[0]] = self._pack(linears), [linear.out_features for linear in linears]
+            self._products[linears[0]] = self._pack(linears)
         return self._products[linears[0]]
 
     def _pack(self, linears):
-        """The product of layers with the same states, `None` where there is none that is packed."""
+        """The product of layers with the same states, `None` where it is not packed; and their outputs' sizes."""
         if not all(_is_plain(linear) for linear in linears):
-            return None
+            return None, None
         weights = [linear.weight.detach() for linear in linears]
-        if len({(weight.dtype, weight.device) for weight in weights}) > 1:
-            return None
+        if len({weight.dtype for weight in weights}) > 1 or any(weight.device.type != "cpu" for weight in weights):
+            return None, None
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._operations.packed_product(weight) if self._operations.can_pack(weight) else None
+        if not self._operations.can_pack(weight):
+            return None, None
+        return self._operations.packed_product(weight), [len(weight) for weight in weights]
 
 
 def multiply(states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -140,7 +141,15 @@ def _is_hooked(module):
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _fingerprint(weight):
+def _fingerprint(module):
+    """Changes with what a module computes, as far as it is computed here."""
+    if _is_plain(module):
+        return _weight_fingerprint(module.weight)
+    parameters = [(id(weight), weight.dtype) for weight in module._parameters.values() if weight is not None]
+    return type(module), _is_hooked(module), parameters
+
+
+def _weight_fingerprint(weight):
     """Changes with the weight, also where `weight.data` was written to, which no version counter sees."""
     place = (weight.data_ptr(), weight.dtype, weight.device, weight.shape)
     if weight.device.type != "cpu" or weight.dtype not in _INTEGERS:

@@ -222,9 +222,7 @@ class RowsInFlight:
         memory = self.cache.stores[layer_idx].memory
         if weights is None or memory is None:
             return None
-        return self.operations.layer(
-            states, weights, memory, *self.index, self.bias_lines[True], self.seen, eps
-        )
+        return self.operations.layer(states, weights, memory, *self.index, self.bias_lines[True], self.seen, eps)
 
     def leave(self, outputs):
         """Attention outputs `(N, W, H, D)` per block -> `(R, H, D)`."""
