@@ -199,7 +199,7 @@ def parts_of_a_pass(model, batch_size: int, num_keys: int, operations) -> Callab
     """The matrix products and attention calls of one full pass, alone, to be timed."""
     config, dtype, multiply = model.config, model.dtype, PackedWeights.of(model, operations)
     num_rows, num_heads, head_dim = config.num_repetitions * batch_size, config.num_attention_heads, config.head_dim
-    num_asked = len(generation_speed._plan(model, batch_size)[0]) * batch_size
+    num_asked = len(generation_speed._plan(model, batch_size, operations)[0]) * batch_size
     states = torch.randn(num_rows, config.hidden_size, dtype=dtype)
     wide = torch.randn(num_rows, config.intermediate_size, dtype=dtype)
     index = [torch.arange(config.num_repetitions).repeat_interleave(batch_size)]

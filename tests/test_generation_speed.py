@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from speed_hf import generation_speed
+from speed_hf import generation_speed, kernels_speed
+from speed_hf.kernels_speed import TorchOperations
 from speed_hf.window_speed import NO_TOKEN, Window
 
 
@@ -587,6 +588,16 @@ def test_continuous_batching_is_refused():
 )
 def test_exits_are_skipped_where_their_rows_cost(sizes, batch_size, exits, guesses):
     model = tiny_model(num_repetitions=6, **sizes)
-    asked, break_even = generation_speed._plan(model, batch_size)
+    asked, break_even = generation_speed._plan(model, batch_size, TorchOperations)
     assert asked == exits
     assert (1.25 < break_even < 6) if guesses else break_even == 0
+
+
+def test_bfloat16_rows_cost_more_where_the_processor_has_no_products_for_them(monkeypatch):
+    model = tiny_model(torch.bfloat16, num_repetitions=6, hidden_size=768, vocab_size=32128)
+    found = []
+    for has_products in (True, False):
+        monkeypatch.setattr(kernels_speed, "_multiplies_bfloat16", lambda has_products=has_products: has_products)
+        found.append(generation_speed._plan(model, 1, TorchOperations))
+    assert found[0][0] == [1, 2, 3, 4, 5, 6] and found[1][0] == [1, 2, 6]
+    assert found[1][1] < found[0][1]

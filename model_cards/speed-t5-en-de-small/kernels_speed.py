@@ -49,15 +49,27 @@ class TorchOperations:
         return torch.from_numpy(scores.numpy().argmax(-1))  # a sixth of torch's time
 
     @staticmethod
+    def rows_per_read(dtype: torch.dtype) -> int:
+        """How many rows are multiplied with a weight in the time that one row takes, about."""
+        return 12 if dtype != torch.bfloat16 or _multiplies_bfloat16() else 3
+
+    @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
         """Whether there is a packed product with a weight `(out_features, in_features)` on the CPU."""
-        has_products = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        return has_products and weight.dtype in DTYPES
+        return _has_onednn() and weight.dtype in DTYPES
 
     @classmethod
     def packed_product(cls, weight: torch.Tensor) -> "PackedProduct":
         """The weight, packed for products with few rows."""
         return PackedProduct(weight, cls)
+
+
+def _has_onednn():
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def _multiplies_bfloat16():
+    return _has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PackedProduct:
@@ -76,7 +88,7 @@ class PackedProduct:
         self.operations = operations
         # On a processor without instructions for bfloat16 torch multiplies each row by itself. From two rows on the
         # same numbers in float32 are faster, though they are twice as long.
-        is_supported = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        is_supported = weight.dtype == torch.float32 or _multiplies_bfloat16()
         self.leaves_one_row = not is_supported
         self._dtype = weight.dtype if is_supported else torch.float32
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), ROWS_TO_PACK_FOR)
@@ -136,6 +148,9 @@ class CompiledOperations(TorchOperations):
         self.layer = library.layer.default
         self._rms_norm = library.rms_norm.default
         self._has_product = library.can_pack.default
+
+    def rows_per_read(self, dtype):  # type: ignore[override]
+        return TorchOperations.rows_per_read(torch.float32)
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:

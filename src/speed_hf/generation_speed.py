@@ -65,12 +65,24 @@ class SpeedGenerationMixin(GenerationMixin):
     """
     Generation with the option `speed=True`.
 
-    A model that mixes it in gives `embed`, `run_repetition`, `exit_logits` and `exit_tokens` (see
-    [`SpeedT5ForCausalLM`]) and a config with `num_unique_layers` and `num_repetitions`. Everything around the decoding
-    loop stays with transformers.
+    A model that mixes it in gives `embed`, `run_repetition` and `exit_logits` (see [`SpeedT5ForCausalLM`]) and a
+    config with `num_unique_layers` and `num_repetitions`. Everything around the decoding loop stays with transformers.
 
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
     """
+
+    def exit_tokens(self, hidden_states: torch.Tensor, rows) -> torch.LongTensor:
+        """
+        The first of the largest scores that `exit_logits` gives; a model may have a faster way to it.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(R, hidden_size)`): what `run_repetition` gave.
+            rows (`RowsInFlight`): what it was given.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)` on the CPU.
+        """
+        return rows.operations.argmax(self.exit_logits(hidden_states, rows))
 
     def _prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs):
         given = {name: kwargs.pop(name) for name in list(kwargs) if name == "speed" or name.startswith("speed_")}
@@ -219,7 +231,7 @@ class _SpeedRun:
         max_length = hidden + (stopping_criteria.max_length or generation_config.max_length)
         # Without overlap, the schedule is that of the formula: every exit is asked, and every answer guessed on.
         overlap = generation_config.speed_prompt_overlap
-        exits, break_even = _plan(model, len(input_ids)) if overlap else (None, None)
+        exits, break_even = _plan(model, len(input_ids), operations) if overlap else (None, None)
         seen = None if seen is None or bool(seen.all()) else seen.bool()
         self.window = Window(
             prompt.cpu().numpy(),
@@ -383,13 +395,12 @@ def _pad_columns(mask, num_columns, value):
 
 
 SMALL_OPERATIONS = 15e6  # weights that could be read while a pass does all that is no product
-ROWS_PER_READ = {"cpu": 12}  # rows that are multiplied with a weight in the time of reading it
-ROWS_PER_READ_ELSEWHERE = 150
+ROWS_PER_READ_ELSEWHERE = 150  # than on a CPU: rows that are multiplied with a weight in the time of reading it
 USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
 TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
 
-def _plan(model, num_sequences):
+def _plan(model, num_sequences, operations):
     """
     Which exits to ask, and when to stop guessing, by the work they cost: counted, not timed, so that the same call
     does the same thing every time.
@@ -405,7 +416,8 @@ def _plan(model, num_sequences):
     head = model.get_output_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layers = model.num_parameters() - head * (1 if tied else 2)
-    rows_per_read = ROWS_PER_READ.get(model.device.type, ROWS_PER_READ_ELSEWHERE)
+    on_cpu = model.device.type == "cpu"
+    rows_per_read = operations.rows_per_read(model.dtype) if on_cpu else ROWS_PER_READ_ELSEWHERE
 
     def product(num_weights, rows_per_sequence):
         return num_weights * max(1, rows_per_sequence * num_sequences / rows_per_read)

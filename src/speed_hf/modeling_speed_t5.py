@@ -482,7 +482,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         # A generation config marked as made from the model config forgets its `speed` options when it is loaded again.
         self.generation_config._from_model_config = False
 
-    # The four functions through which decoding knows the model.
+    # The functions through which decoding knows the model.
 
     def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
         """See [`SpeedT5Model.embed`]."""
@@ -508,17 +508,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         return self._head(self.model.exit_states(hidden_states, rows.operations), rows.multiply)
 
     def exit_tokens(self, hidden_states: torch.Tensor, rows) -> torch.LongTensor:
-        """
-        The first of the largest scores that [`~SpeedT5ForCausalLM.exit_logits`] gives, which may be found without most
-        of the scores.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(R, hidden_size)`): what `run_repetition` gave.
-            rows (`RowsInFlight`): what it was given.
-
-        Returns:
-            `torch.LongTensor` of shape `(R,)` on the CPU.
-        """
+        """See [`SpeedGenerationMixin.exit_tokens`]; packed weights may find them without most of the scores."""
         exit_states = self.model.exit_states(hidden_states, rows.operations)
         return rows.argmax(exit_states * self._logit_scale, self.lm_head)
 
