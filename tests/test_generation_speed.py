@@ -598,6 +598,5 @@ def test_bfloat16_rows_cost_more_where_the_processor_has_no_products_for_them(mo
     found = []
     for has_products in (True, False):
         monkeypatch.setattr(kernels_speed, "_multiplies_bfloat16", lambda has_products=has_products: has_products)
-        found.append(generation_speed._plan(model, 1, TorchOperations))
-    assert found[0][0] == [1, 2, 3, 4, 5, 6] and found[1][0] == [1, 2, 6]
-    assert found[1][1] < found[0][1]
+        found.append(generation_speed._plan(model, 1, TorchOperations)[1])
+    assert 1.25 < found[1] < found[0]

@@ -22,6 +22,8 @@ from torch import nn
 
 
 DTYPES = (torch.float32, torch.bfloat16)
+ROWS_PER_READ = 12  # that are multiplied with a weight in the time of reading it, on a CPU
+ROWS_PER_READ_ELSEWHERE = 150
 ROWS_TO_PACK_FOR = 8  # a hint for oneDNN's layout; products with other numbers of rows are right and nearly as fast
 
 
@@ -49,9 +51,13 @@ class TorchOperations:
         return torch.from_numpy(scores.numpy().argmax(-1))  # a sixth of torch's time
 
     @staticmethod
-    def rows_per_read(dtype: torch.dtype) -> int:
-        """How many rows are multiplied with a weight in the time that one row takes, about."""
-        return 12 if dtype != torch.bfloat16 or _multiplies_bfloat16() else 3
+    def num_reads(device: torch.device, dtype: torch.dtype, num_rows: int) -> float:
+        """How many times longer a product of some rows takes than reading its weight once, about."""
+        if device.type != "cpu":
+            return max(1, num_rows / ROWS_PER_READ_ELSEWHERE)
+        num_reads = max(1, num_rows / ROWS_PER_READ)
+        is_widened = dtype == torch.bfloat16 and num_rows > 1 and not _multiplies_bfloat16()  # see PackedProduct
+        return 2 * num_reads if is_widened else num_reads
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -149,8 +155,8 @@ class CompiledOperations(TorchOperations):
         self._rms_norm = library.rms_norm.default
         self._has_product = library.can_pack.default
 
-    def rows_per_read(self, dtype):  # type: ignore[override]
-        return TorchOperations.rows_per_read(torch.float32)
+    def num_reads(self, device, dtype, num_rows):  # type: ignore[override]
+        return TorchOperations.num_reads(device, torch.float32, num_rows)
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:

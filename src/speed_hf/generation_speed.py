@@ -395,7 +395,6 @@ def _pad_columns(mask, num_columns, value):
 
 
 SMALL_OPERATIONS = 15e6  # weights that could be read while a pass does all that is no product
-ROWS_PER_READ_ELSEWHERE = 150  # than on a CPU: rows that are multiplied with a weight in the time of reading it
 USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
 TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
@@ -416,11 +415,10 @@ def _plan(model, num_sequences, operations):
     head = model.get_output_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layers = model.num_parameters() - head * (1 if tied else 2)
-    on_cpu = model.device.type == "cpu"
-    rows_per_read = operations.rows_per_read(model.dtype) if on_cpu else ROWS_PER_READ_ELSEWHERE
 
     def product(num_weights, rows_per_sequence):
-        return num_weights * max(1, rows_per_sequence * num_sequences / rows_per_read)
+        num_rows = rows_per_sequence * num_sequences
+        return num_weights * operations.num_reads(model.device, model.dtype, num_rows)
 
     exits = list(range(1, num_repetitions + 1))
     # Nearly all predictions that change do so at exit 2; where rows cost, the others wait for the last exit.
