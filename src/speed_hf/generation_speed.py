@@ -71,7 +71,7 @@ class SpeedGenerationMixin(GenerationMixin):
     Source: Hooper et al. 2023, Algorithm 1, generalised to a window of positions.
     """
 
-    def exit_tokens(self, hidden_states: torch.Tensor, rows) -> torch.LongTensor:
+    def exit_tokens(self, hidden_states, rows):
         """
         The first of the largest scores that `exit_logits` gives; a model may have a faster way to it.
 

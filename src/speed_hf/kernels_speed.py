@@ -4,9 +4,10 @@
 The operations of a pass as C++, for CPUs: `speed_kernels=True`.
 
 At batch 1 a pass spends a third of its time between the products, in a few dozen operations of torch over a few rows.
-Here one call each does the same, and in attention every row meets just the keys that it may see. The products
-themselves are here where that is faster: in float32, and in bfloat16 on processors with AMX. All are compiled when
-first asked for, which takes some 20 seconds, and kept in torch's folder for extensions.
+Here one call does a whole layer, and in attention every row meets just the keys that it may see. The products
+themselves are here where that is faster: in float32, and in bfloat16 on processors with AMX or without AVX-512. The
+argmax of the head's product is found without most of it. All is compiled when first asked for, which takes some 20
+seconds, and kept in torch's folder for extensions.
 """
 
 import hashlib
@@ -843,6 +844,7 @@ at::Tensor multiply_packed(const at::Tensor& states, const at::Tensor& packed) {
 
 constexpr int64_t kRoughBlock = 16, kRoughRows = 6;  // of which sums fill the registers that all processors have
 constexpr int32_t kLargestWeight = 127;
+constexpr float kTiny = 1e-30f;  // scores below are not told apart, since processors may round what is near to 0
 
 // 16 numbers of 16 bits, and 8 sums of 32: two neighbours each.
 #ifdef __AVX2__
@@ -865,8 +867,7 @@ inline Sums add_pairs(Sums sums, const int8_t* weights, int32_t states) {
 }
 #endif
 
-// `kRows` rows times a block of outputs. Two inputs of an output lie side by side, and so do two states, in 16 bits
-// each.
+// `kRows` rows times a block of outputs. Two inputs of an output lie side by side, and so do two states of 16 bits.
 template <int64_t kRows>
 void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t pairs, bool fetch, int32_t* output) {
   Sums sums[2 * kRows] = {};
@@ -1004,7 +1005,7 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
   for (int64_t row = 0; row < num_rows; ++row) {
     const float *row_lower = lower.data() + row * num_blocks, *row_upper = upper.data() + row * num_blocks;
     const float least = *std::max_element(row_lower, row_lower + num_blocks);
-    const float limit = least - std::abs(least) * rounding - std::numeric_limits<float>::min();
+    const float limit = least - std::abs(least) * rounding - kTiny;
     for (int64_t block = 0; block < num_blocks; ++block)
       if (!(row_upper[block] < limit)) found.emplace_back(row, block * kRoughBlock / kBlock);
   }
@@ -1016,6 +1017,7 @@ at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed,
                              const at::Tensor& scales) {
   const int64_t num_rows = states.size(0), inputs = states.size(1), outputs = packed.numel() / inputs;
   TORCH_CHECK(rough.size(0) * kRoughBlock == outputs && rough.size(1) == (inputs + 1) / 2);
+  if (num_rows == 0) return at::empty({0}, at::kLong);
   // Scores that differ by less may be equal once they are stored.
   const float rounding = packed.scalar_type() == at::kFloat ? 0.0f : 1.0f / 128;
   const auto found = candidates(states.to(at::kFloat).contiguous(), rough, scales, rounding);
