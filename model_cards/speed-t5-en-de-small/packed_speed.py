@@ -64,7 +64,7 @@ class PackedWeights:
             `tuple(torch.Tensor)`: the output `(R, out_features)` of each layer.
         """
         product, sizes = self._product(linears)
-        if product is None or (product.leaves_one_row and len(states) == 1):
+        if not _is_for(product, states):
             return multiply(states, *linears)
         return product(states).split_with_sizes(sizes, dim=-1) if len(sizes) > 1 else (product(states),)
 
@@ -78,7 +78,7 @@ class PackedWeights:
             `torch.Tensor` of shape `(R,)`: the first of the largest outputs of each row, int64, on the CPU.
         """
         product, _ = self._product((linear,))
-        if product is None or (product.leaves_one_row and len(states) == 1):
+        if not _is_for(product, states):
             return self._operations.argmax(linear(states))
         return product.argmax(states, linear.weight)
 
@@ -129,6 +129,11 @@ class PackedWeights:
 def multiply(states: torch.Tensor, *linears: nn.Module) -> tuple[torch.Tensor, ...]:
     """The outputs of layers that read the same states, one call each."""
     return tuple(linear(states) for linear in linears)
+
+
+def _is_for(product, states):
+    """Whether states are multiplied with a packed weight, not with the weight as it is."""
+    return product is not None and not (product.leaves_one_row and len(states) == 1)
 
 
 def _is_plain(module):
