@@ -109,7 +109,7 @@ def test_compiled_attention_stores_and_meets_exactly_its_keys(compiled, dtype, m
 
 
 @DTYPES
-@pytest.mark.parametrize("num_outputs, num_inputs", [(32, 32), (96, 160), (64, 40), (33, 64)])
+@pytest.mark.parametrize("num_outputs, num_inputs", [(32, 32), (96, 160), (64, 48), (64, 40), (33, 64)])
 def test_compiled_products_equal_exact_ones(compiled, dtype, num_outputs, num_inputs):
     torch.manual_seed(0)
     layer = torch.nn.Linear(num_inputs, num_outputs, bias=False).to(dtype)
@@ -161,7 +161,7 @@ def _scores_of_some_kind(kind):
 @pytest.mark.parametrize("kind", ["random", "ties", "all equal", "lengths", "large and small", "not numbers"])
 def test_the_argmax_of_a_product_is_that_of_all_its_outputs(compiled, dtype, kind):
     torch.manual_seed(0)
-    for num_inputs in (64, 63):  # in pairs, or not
+    for num_inputs in (64, 48):
         weight, states = (numbers[:, :num_inputs].to(dtype) for numbers in _scores_of_some_kind(kind))
         # Not the product itself, which may leave the search out on processors with tiles.
         library = compiled.library
@@ -182,12 +182,21 @@ def test_a_search_for_the_argmax_multiplies_little(compiled):
     weight, states = torch.randn(4096, 64), torch.randn(5, 64)
     packed, rough = compiled.library.pack.default(weight), compiled.library.pack_rough.default(weight)
     scores = states @ weight.T
-    size = packed.shape[-1]
+    num_blocks, size = packed.shape[1], packed.shape[-1]
     near = {output // size for output in (scores > scores.amax(1, keepdim=True) - 4).nonzero()[:, 1].tolist()}
-    assert len(near) < len(packed) / 4
-    for block in set(range(len(packed))) - near:
-        packed[block] = torch.nan  # which would be the largest, if anybody looked
+    assert len(near) < num_blocks / 4
+    for block in set(range(num_blocks)) - near:
+        packed[:, block] = torch.nan  # which would be the largest, if anybody looked
     assert torch.equal(compiled.library.argmax_of_product.default(states, packed, *rough), scores.argmax(-1))
+
+
+def test_a_search_counts_its_own_rows(compiled):
+    weight = torch.nn.Parameter(torch.randn(32128, 768))
+    rows = [compiled.num_reads_of_argmax(weight, num_rows) for num_rows in (1, 4, 6, 60)]
+    assert 0 < rows[0] == rows[1] < rows[2] < rows[3] / 4
+    assert rows[0] < TorchOperations.num_reads_of_argmax(weight, 1)
+    other = torch.nn.Parameter(torch.randn(33, 768))  # not packed by the compiled operations, so not searched
+    assert compiled.num_reads_of_argmax(other, 6) == TorchOperations.num_reads_of_argmax(other, 6)
 
 
 @pytest.fixture

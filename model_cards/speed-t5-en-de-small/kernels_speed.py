@@ -25,6 +25,7 @@ from torch import nn
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_PER_READ = 12  # that are multiplied with a weight in the time of reading it, on a CPU
 ROWS_PER_READ_ELSEWHERE = 150
+ROWS_PER_SEARCH = 4  # the same for the copy in 8 bits that the argmax is searched in
 ROWS_TO_PACK_FOR = 8  # a hint for oneDNN's layout; products with other numbers of rows are right and nearly as fast
 
 
@@ -59,6 +60,11 @@ class TorchOperations:
         num_reads = max(1, num_rows / ROWS_PER_READ)
         is_widened = dtype == torch.bfloat16 and num_rows > 1 and not _multiplies_bfloat16()  # see PackedProduct
         return 2 * num_reads if is_widened else num_reads
+
+    @classmethod
+    def num_reads_of_argmax(cls, weight: torch.Tensor, num_rows: int) -> float:
+        """The same for the argmax of a product."""
+        return cls.num_reads(weight.device, weight.dtype, num_rows)
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -125,14 +131,13 @@ class CompiledProduct(PackedProduct):
         library = operations.library
         self.packed = library.pack.default(weight)
         self._product, self._argmax = library.multiply.default, library.argmax_of_product.default
-        self._screens = library.screens.default
         self._rough = None  # made when it is first needed
 
     def __call__(self, states):
         return self._product(states, self.packed)
 
     def argmax(self, states, weight):
-        if not self._screens(weight, len(states)):
+        if not self.operations.searches(weight, len(states)):
             return super().argmax(states, weight)
         if self._rough is None:
             self._rough = self.operations.library.pack_rough.default(weight.detach())
@@ -156,8 +161,18 @@ class CompiledOperations(TorchOperations):
         self._rms_norm = library.rms_norm.default
         self._has_product = library.can_pack.default
 
-    def num_reads(self, device, dtype, num_rows):  # type: ignore[override]
+    @staticmethod
+    def num_reads(device, dtype, num_rows):
         return TorchOperations.num_reads(device, torch.float32, num_rows)
+
+    def num_reads_of_argmax(self, weight, num_rows):  # type: ignore[override]
+        if type(weight) is not nn.Parameter or not self.searches(weight, num_rows):
+            return self.num_reads(weight.device, weight.dtype, num_rows)
+        return max(1, num_rows / ROWS_PER_SEARCH) / weight.element_size()
+
+    def searches(self, weight: torch.Tensor, num_rows: int) -> bool:
+        """Whether the argmax of a product is found by a copy of the weight in 8 bits."""
+        return self._has_product(weight) and self.library.screens.default(weight, num_rows)
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
@@ -348,7 +363,7 @@ constexpr int64_t kLanes = 8;
 #endif
 constexpr int64_t kPair = 2 * kLanes;
 constexpr int64_t kLine = 64;     // bytes that are fetched together
-constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
+constexpr int64_t kAhead = 4096;  // bytes, in all that is read in turns; farther than the processor fetches by itself
 
 template <typename T>
 using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
@@ -371,7 +386,6 @@ struct Pair {
   }
 };
 
-inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + kAhead); }
 template <int64_t kBytes>
 inline void fetch(const void* from) {
   for (int64_t byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(static_cast<const char*>(from) + byte);
@@ -625,10 +639,18 @@ at::Tensor first_largest(const at::Tensor& scores) {
 
 // Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
+//
+// Memory is read faster from several places in turns, since processors fetch ahead from each of them by themselves. So
+// a weight lies in parts, each with a share of the inputs of all outputs, and sums take two inputs of each part in turn.
 
 constexpr int64_t kBlock = kPair;   // outputs that are multiplied together, and rows: as many as registers hold
 constexpr int64_t kMostRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kOutputs = 32;    // numbers of outputs must be multiples of it
+constexpr int64_t kStreams = 4;     // parts of a weight
+template <typename T>
+inline const T* ahead_of(const T* from) { return from + kAhead / kStreams / sizeof(T); }
+constexpr int64_t kTurn = 2;        // inputs, or pairs of them, that are taken from a part in its turn
+constexpr int64_t kInputs = 2 * kTurn * kStreams;  // numbers of inputs must be multiples of it
 
 // Rows in groups of equally many; the last group begins earlier instead of being smaller.
 struct Groups {
@@ -638,53 +660,64 @@ struct Groups {
   int64_t start(int64_t group) const { return std::min(group * size, num_rows - size); };
 };
 
-// `kRows` rows times a block of outputs, whose weights lie side by side for each input.
-template <typename Weight, int64_t kRows>
-void multiply_block(const float* states, const Weight* weight, int64_t inputs, bool fetch, float* output) {
+// `kRows` rows times a block of outputs, whose weights lie side by side for each input, in `kParts` parts `stride`
+// apart. States are in the order of the sums.
+template <typename Weight, int64_t kParts, int64_t kRows>
+void multiply_block(const float* states, const Weight* weight, int64_t stride, int64_t inputs, float* output) {
   Lanes<float> sums[kRows][2] = {};
-  for (int64_t input = 0; input < inputs; ++input, weight += kBlock) {
-    if (fetch)
-      for (int64_t i = 0; i < kBlock; i += kLine / sizeof(Weight)) fetch_ahead(weight + i);
-    const Pair pair(weight);
-    for (int64_t row = 0; row < kRows; ++row) {
-      const float state = states[row * inputs + input];
-      sums[row][0] += state * pair.first;
-      sums[row][1] += state * pair.second;
+  for (int64_t input = 0; input < inputs; input += kParts * kTurn, weight += kTurn * kBlock)
+#pragma GCC unroll 1  // else compilers keep some sums in memory
+    for (int64_t part = 0; part < kParts; ++part) {
+      const Weight* from = weight + part * stride;
+      if (kParts > 1) fetch<kTurn * kBlock * sizeof(Weight)>(ahead_of(from));
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kTurn; ++i) {
+        const Pair pair(from + i * kBlock);
+        for (int64_t row = 0; row < kRows; ++row) {
+          const float state = states[row * inputs + input + part * kTurn + i];
+          sums[row][0] += state * pair.first;
+          sums[row][1] += state * pair.second;
+        }
+      }
     }
-  }
   std::memcpy(output, sums, sizeof(sums));
 }
 
-template <typename Weight, int64_t... kRows>
+template <typename Weight, int64_t kParts, int64_t... kRows>
 auto multiply_block_of(int64_t rows, std::integer_sequence<int64_t, kRows...>) {
-  constexpr decltype(&multiply_block<Weight, 1>) all[] = {multiply_block<Weight, kRows + 1>...};
+  constexpr decltype(&multiply_block<Weight, kParts, 1>) all[] = {multiply_block<Weight, kParts, kRows + 1>...};
   return all[rows - 1];
 }
 
-// Calls `finish` with row, block and its `kBlock` sums, for some blocks and all rows.
+// Calls `finish` with row, block and its `kBlock` sums, for some of `num_blocks` blocks and all rows.
 template <typename Weight, typename Finish>
-void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows, int64_t inputs, int64_t begin,
-                     int64_t end, const Finish& finish) {
+void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows, int64_t inputs, int64_t num_blocks,
+                     int64_t begin, int64_t end, const Finish& finish) {
   const Groups groups(num_rows, kMostRows);
-  const auto multiply = multiply_block_of<Weight>(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
-  const auto multiply_wide = multiply_block_of<float>(groups.size, std::make_integer_sequence<int64_t, kMostRows>());
+  constexpr std::make_integer_sequence<int64_t, kMostRows> all;
+  const auto multiply = multiply_block_of<Weight, kStreams>(groups.size, all);
+  const auto multiply_wide = multiply_block_of<float, 1>(groups.size, all);
+  const int64_t part_size = kBlock * inputs / kStreams, stride = num_blocks * part_size;
   const bool widens = !std::is_same_v<Weight, float> && groups.count > 2;  // once, instead of for every group
   std::vector<float> wide(widens ? kBlock * inputs : 0);
   alignas(kLine) float sums[kMostRows * kBlock];
   for (int64_t block = begin; block < end; ++block) {
-    const Weight* from = weight + block * kBlock * inputs;
-    if (widens)
-      for (int64_t i = 0; i < kBlock * inputs; i += kBlock) {
-        fetch_ahead(from + i);
-        const Pair pair(from + i);
-        std::memcpy(wide.data() + i, &pair, sizeof(pair));
-      }
+    const Weight* from = weight + block * part_size;
+    float* to = wide.data();
+    for (int64_t i = 0; widens && i < part_size; i += kTurn * kBlock)
+      for (int64_t part = 0; part < kStreams; ++part)
+        for (const Weight* line = from + part * stride + i; line < from + part * stride + i + kTurn * kBlock;) {
+          fetch<kBlock * sizeof(Weight)>(ahead_of(line));
+          const Pair pair(line);
+          std::memcpy(to, &pair, sizeof(pair));
+          line += kBlock, to += kBlock;
+        }
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
       if (widens)
-        multiply_wide(states + start * inputs, wide.data(), inputs, false, sums);
+        multiply_wide(states + start * inputs, wide.data(), 0, inputs, sums);
       else
-        multiply(states + start * inputs, from, inputs, group == 0, sums);
+        multiply(states + start * inputs, from, stride, inputs, sums);
       for (int64_t row = 0; row < groups.size; ++row) finish(start + row, block, sums + row * kBlock);
     }
   }
@@ -715,7 +748,7 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
   const int64_t line = inputs * sizeof(at::BFloat16);
   for (int64_t input = 0; input < inputs; input += kTileInputs, weight += kTileInputs * kBlock) {
     if (kFetch)
-      for (int64_t i = 0; i < kTileInputs * kBlock; i += 32) fetch_ahead(weight + i);
+      fetch<kTileInputs * kBlock * sizeof(at::BFloat16)>(weight + kAhead / sizeof(at::BFloat16));
     _tile_loadd(6, weight, 64);
     _tile_loadd(7, weight + 512, 64);
     _tile_loadd(4, first + input, line);
@@ -735,7 +768,7 @@ void multiply_tiles(const at::BFloat16* first, const at::BFloat16* second, const
 
 template <typename Finish>
 void multiply_blocks(const at::BFloat16* states, const at::BFloat16* weight, int64_t num_rows, int64_t inputs,
-                     int64_t begin, int64_t end, const Finish& finish) {
+                     int64_t /* num_blocks */, int64_t begin, int64_t end, const Finish& finish) {
   const Groups tiles(num_rows, kTile);
   const TileSizes sizes(tiles.size);
   _tile_loadconfig(&sizes);
@@ -775,13 +808,34 @@ bool has_tiles() { return false; }
 template <typename T>
 using Multiplied = std::conditional_t<kHasTiles && std::is_same_v<T, at::BFloat16>, at::BFloat16, float>;
 
+// Place of an input in the order of the sums.
+inline int64_t turn(int64_t input, int64_t inputs) {
+  const int64_t share = inputs / kStreams, place = input % share;
+  return place / kTurn * kTurn * kStreams + input / share * kTurn + place % kTurn;
+}
+
 template <typename T>
 at::Tensor multiplied(const at::Tensor& states) {
-  return states.to(c10::CppTypeToScalarType<Multiplied<T>>::value).contiguous();
+  if constexpr (!std::is_same_v<Multiplied<T>, float>) return states.to(at::kBFloat16).contiguous();
+  const at::Tensor input = states.contiguous();
+  at::Tensor output = at::empty(states.sizes(), states.options().dtype(at::kFloat));
+  const int64_t rows = states.size(0), inputs = states.size(1), share = inputs / kStreams;
+  with_type(input, [&](auto type) {
+    const auto* from = input.const_data_ptr<decltype(type)>();
+    float* to = output.mutable_data_ptr<float>();
+    at::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t start = begin * inputs; start < end * inputs; start += inputs)
+        for (int64_t i = 0; i < share; i += kTurn)
+          for (int64_t part = 0; part < kStreams; ++part)
+            for (int64_t j = 0; j < kTurn; ++j)
+              to[start + i * kStreams + part * kTurn + j] = load(from + start + part * share + i + j);
+    });
+  });
+  return output;
 }
 
 bool can_pack(const at::Tensor& weight) {
-  if (weight.size(0) % kOutputs != 0) return false;
+  if (weight.size(0) % kOutputs != 0 || weight.size(1) % kInputs != 0) return false;
   if (weight.scalar_type() == at::kFloat) return true;
   if (weight.scalar_type() != at::kBFloat16) return false;
   if (kHasTiles) return weight.size(1) % kTileInputs == 0 && has_tiles();
@@ -805,9 +859,11 @@ void ask_for_large_pages(const at::Tensor& tensor) {
 at::Tensor pack(const at::Tensor& weight) {
   TORCH_CHECK(weight.dim() == 2 && can_pack(weight));
   const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  const int64_t share = inputs / kStreams;
   const at::Tensor ordered =
-      weight.scalar_type() == at::kFloat ? weight.reshape({outputs / kBlock, kBlock, inputs}).transpose(1, 2)
-      : !kHasTiles ? weight.reshape({outputs / kBlock, 2, kLanes, inputs}).permute({0, 3, 2, 1})
+      weight.scalar_type() == at::kFloat
+          ? weight.reshape({outputs / kBlock, kBlock, kStreams, share}).permute({2, 0, 3, 1})
+      : !kHasTiles ? weight.reshape({outputs / kBlock, 2, kLanes, kStreams, share}).permute({3, 0, 4, 2, 1})
                    // Tiles of 16 pairs of inputs by 16 outputs, two of them side by side.
                    : weight.reshape({outputs / 32, 2, 16, inputs / 32, 16, 2}).permute({0, 3, 1, 4, 2, 5});
   at::Tensor packed = at::empty(ordered.sizes(), weight.options());
@@ -827,7 +883,7 @@ at::Tensor multiply_packed(const at::Tensor& states, const at::Tensor& packed) {
     const T* weight_data = packed.const_data_ptr<T>();
     T* output_data = output.mutable_data_ptr<T>();
     at::parallel_for(0, outputs / kBlock, 1, [&](int64_t begin, int64_t end) {
-      multiply_blocks(input_data, weight_data, num_rows, inputs, begin, end,
+      multiply_blocks(input_data, weight_data, num_rows, inputs, outputs / kBlock, begin, end,
                       [&](int64_t row, int64_t block, const float* sums) {
                         T* line = output_data + row * outputs + block * kBlock;
 #pragma omp simd
@@ -853,7 +909,9 @@ inline __m256i widened(const int8_t* from) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 inline Sums add_pairs(Sums sums, __m256i weights, int32_t states) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(states)));
+  sums = _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(states)));
+  asm("" : "+x"(sums));  // else compilers add products first, for which there are no registers
+  return sums;
 }
 #else
 struct Sums {
@@ -868,18 +926,26 @@ inline Sums add_pairs(Sums sums, const int8_t* weights, int32_t states) {
 #endif
 
 // `kRows` rows times a block of outputs. Two inputs of an output lie side by side, and so do two states of 16 bits.
+// Weights are in parts `stride` apart, states in the order of the sums.
 template <int64_t kRows>
-void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t pairs, bool fetch, int32_t* output) {
+void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t stride, int64_t pairs, int32_t* output) {
   Sums sums[2 * kRows] = {};
-  for (int64_t pair = 0; pair < pairs; ++pair, weight += 2 * kRoughBlock) {
-    if (fetch) fetch_ahead(weight);
-    const auto first = widened(weight), second = widened(weight + kRoughBlock);
+  for (int64_t pair = 0; pair < pairs; pair += kStreams * kTurn, weight += kTurn * 2 * kRoughBlock)
+#pragma GCC unroll 1
+    for (int64_t part = 0; part < kStreams; ++part) {
+      const int8_t* from = weight + part * stride;
+      fetch<kTurn * 2 * kRoughBlock>(ahead_of(from));
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kTurn; ++i, from += 2 * kRoughBlock) {
+        const auto first = widened(from), second = widened(from + kRoughBlock);
 #pragma GCC unroll 6
-    for (int64_t row = 0; row < kRows; ++row) {  // in this form compilers keep the sums in registers
-      sums[2 * row] = add_pairs(sums[2 * row], first, states[row * pairs + pair]);
-      sums[2 * row + 1] = add_pairs(sums[2 * row + 1], second, states[row * pairs + pair]);
+        for (int64_t row = 0; row < kRows; ++row) {  // in this form compilers keep the sums in registers
+          const int32_t state = states[row * pairs + pair + part * kTurn + i];
+          sums[2 * row] = add_pairs(sums[2 * row], first, state);
+          sums[2 * row + 1] = add_pairs(sums[2 * row + 1], second, state);
+        }
+      }
     }
-  }
 #pragma GCC unroll 12
   for (int64_t i = 0; i < 2 * kRows; ++i) std::memcpy(output + 8 * i, &sums[i], sizeof(Sums));
 }
@@ -899,9 +965,10 @@ bool screens(const at::Tensor& weight, int64_t num_rows) {
 // A weight in 8 bits, and for each output a scale, the length of its weights and that of what the 8 bits leave out.
 std::tuple<at::Tensor, at::Tensor> pack_rough(const at::Tensor& weight) {
   const at::Tensor wide = weight.to(at::kFloat).contiguous();
-  const int64_t outputs = wide.size(0), inputs = wide.size(1), pairs = (inputs + 1) / 2;
-  TORCH_CHECK(outputs % kRoughBlock == 0);
-  at::Tensor packed = at::empty({outputs / kRoughBlock, pairs, kRoughBlock, 2}, wide.options().dtype(at::kChar));
+  const int64_t outputs = wide.size(0), inputs = wide.size(1), share = inputs / (2 * kStreams);
+  TORCH_CHECK(outputs % kRoughBlock == 0 && inputs % kInputs == 0);
+  at::Tensor packed =
+      at::empty({kStreams, outputs / kRoughBlock, share, kRoughBlock, 2}, wide.options().dtype(at::kChar));
   at::Tensor scales = at::empty({3, outputs}, wide.options());
   ask_for_large_pages(packed);
   const float* from = wide.const_data_ptr<float>();
@@ -913,13 +980,13 @@ std::tuple<at::Tensor, at::Tensor> pack_rough(const at::Tensor& weight) {
       float largest = 0;
       for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(line[i]));
       const float scale = largest / kLargestWeight;
-      int8_t* place = to + (output / kRoughBlock * pairs * kRoughBlock + output % kRoughBlock) * 2;
       double length = 0, left_out = 0;  // squared; not a number where a weight is none
-      for (int64_t i = 0; i < 2 * pairs; ++i) {
-        const float number = i < inputs && scale > 0 ? std::nearbyint(line[i] / scale) : 0.0f;
+      for (int64_t i = 0; i < inputs; ++i) {
+        const float number = scale > 0 ? std::nearbyint(line[i] / scale) : 0.0f;
         const int8_t stored = std::abs(number) <= kLargestWeight ? static_cast<int8_t>(number) : 0;
-        place[i / 2 * 2 * kRoughBlock + i % 2] = stored;
-        const double real = i < inputs ? line[i] : 0.0, difference = real - static_cast<double>(scale) * stored;
+        const int64_t part = i / 2 / share, place = part * (outputs / kRoughBlock) + output / kRoughBlock;
+        to[((place * share + i / 2 % share) * kRoughBlock + output % kRoughBlock) * 2 + i % 2] = stored;
+        const double real = line[i], difference = real - static_cast<double>(scale) * stored;
         length += real * real;
         left_out += difference * difference;
       }
@@ -931,14 +998,14 @@ std::tuple<at::Tensor, at::Tensor> pack_rough(const at::Tensor& weight) {
   return {packed, scales};
 }
 
-// States in 16 bits, two in a number, so that no sum of a product is too large for 32.
+// States in 16 bits, two in a number and in the order of the sums, so that no sum of a product is too large for 32.
 struct RoughStates {
   std::vector<int32_t> numbers;
   std::vector<float> scales, lengths, left_out;  // of each row: as those of a weight
   RoughStates(const float* states, int64_t num_rows, int64_t inputs)
-      : numbers(num_rows * ((inputs + 1) / 2)), scales(num_rows), lengths(num_rows), left_out(num_rows) {
-    const int64_t pairs = (inputs + 1) / 2;
-    const float most = std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / (kLargestWeight * 2 * pairs));
+      : numbers(num_rows * inputs / 2), scales(num_rows), lengths(num_rows), left_out(num_rows) {
+    const int64_t pairs = inputs / 2;
+    const float most = std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / (kLargestWeight * inputs));
     for (int64_t row = 0; row < num_rows; ++row, states += inputs) {
       float largest = 0;
       for (int64_t i = 0; i < inputs; ++i) largest = std::max(largest, std::abs(states[i]));
@@ -950,7 +1017,7 @@ struct RoughStates {
         const double rest = states[i] - static_cast<double>(scale) * stored;
         length += static_cast<double>(states[i]) * states[i];
         difference += rest * rest;
-        numbers[row * pairs + i / 2] |= static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16);
+        numbers[row * pairs + turn(i / 2, pairs)] |= static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16);
       }
       scales[row] = scale;
       lengths[row] = std::sqrt(length);
@@ -962,7 +1029,8 @@ struct RoughStates {
 // Rows and blocks which may have the row's largest output, ordered by row and block.
 std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, const at::Tensor& rough,
                                                     const at::Tensor& scales, float rounding) {
-  const int64_t num_rows = states.size(0), inputs = states.size(1), num_blocks = rough.size(0), pairs = rough.size(1);
+  const int64_t num_rows = states.size(0), inputs = states.size(1), num_blocks = rough.size(1), pairs = inputs / 2;
+  const int64_t part_size = rough.size(2) * 2 * kRoughBlock;
   const RoughStates rows(states.const_data_ptr<float>(), num_rows, inputs);
   const float *scale_data = scales.const_data_ptr<float>(), *length_data = scale_data + num_blocks * kRoughBlock,
               *left_out_data = length_data + num_blocks * kRoughBlock;
@@ -976,8 +1044,8 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
     for (int64_t block = begin; block < end; ++block)
       for (int64_t group = 0; group < groups.count; ++group) {
         const int64_t start = groups.start(group);
-        const int8_t* weight = rough.const_data_ptr<int8_t>() + block * pairs * 2 * kRoughBlock;
-        multiply(rows.numbers.data() + start * pairs, weight, pairs, group == 0, sums);
+        multiply(rows.numbers.data() + start * pairs, rough.const_data_ptr<int8_t>() + block * part_size,
+                 num_blocks * part_size, pairs, sums);
         for (int64_t row = start; row < start + groups.size; ++row) {
           const int32_t* row_sums = sums + (row - start) * kRoughBlock;
           const int64_t first = block * kRoughBlock;
@@ -1016,7 +1084,7 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
 at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed, const at::Tensor& rough,
                              const at::Tensor& scales) {
   const int64_t num_rows = states.size(0), inputs = states.size(1), outputs = packed.numel() / inputs;
-  TORCH_CHECK(rough.size(0) * kRoughBlock == outputs && rough.size(1) == (inputs + 1) / 2);
+  TORCH_CHECK(rough.size(1) * kRoughBlock == outputs && rough.size(2) * 2 * kStreams == inputs);
   if (num_rows == 0) return at::empty({0}, at::kLong);
   // Scores that differ by less may be equal once they are stored.
   const float rounding = packed.scalar_type() == at::kFloat ? 0.0f : 1.0f / 128;
@@ -1031,8 +1099,8 @@ at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed,
     std::vector<std::pair<int32_t, int64_t>> best(num_found);  // rank and place of the largest output
     at::parallel_for(0, num_found, 4, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        multiply_blocks(input_data + found[i].first * inputs, packed.const_data_ptr<T>(), 1, inputs, found[i].second,
-                        found[i].second + 1, [&](int64_t, int64_t block, const float* sums) {
+        multiply_blocks(input_data + found[i].first * inputs, packed.const_data_ptr<T>(), 1, inputs, outputs / kBlock,
+                        found[i].second, found[i].second + 1, [&](int64_t, int64_t block, const float* sums) {
                           int32_t ranks[kBlock];
                           for (int64_t j = 0; j < kBlock; ++j) ranks[j] = rank(rounded<T>(sums[j]));
                           const auto* largest = std::max_element(ranks, ranks + kBlock);

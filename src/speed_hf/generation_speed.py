@@ -395,7 +395,7 @@ def _pad_columns(mask, num_columns, value):
 
 
 SMALL_OPERATIONS = 15e6  # weights that could be read while a pass does all that is no product
-USUAL_PASSES = 1.25  # per token, of models that are trained on all exits
+USUAL_CHANGES = 0.15, 0.02  # shares of predictions that change at exits 2 and 3, then half as many at each
 TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
 
@@ -416,20 +416,33 @@ def _plan(model, num_sequences, operations):
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     layers = model.num_parameters() - head * (1 if tied else 2)
 
-    def product(num_weights, rows_per_sequence):
+    def run_layers(rows_per_sequence):
         num_rows = rows_per_sequence * num_sequences
-        return num_weights * operations.num_reads(model.device, model.dtype, num_rows)
+        return layers * operations.num_reads(model.device, model.dtype, num_rows) + SMALL_OPERATIONS
 
-    exits = list(range(1, num_repetitions + 1))
-    # Nearly all predictions that change do so at exit 2; where rows cost, the others wait for the last exit.
-    few = sorted({1, min(2, num_repetitions), num_repetitions})
-    if product(head, len(exits)) - product(head, len(few)) > SMALL_OPERATIONS:
-        exits = few
-    plain = num_repetitions * (product(layers, 1) + SMALL_OPERATIONS) + product(head, 1)
-    one_pass = product(layers, num_repetitions) + SMALL_OPERATIONS + product(head, len(exits))
-    if plain / one_pass < USUAL_PASSES:
+    def run_head(rows_per_sequence):
+        num_rows = rows_per_sequence * num_sequences
+        return head * operations.num_reads_of_argmax(model.get_output_embeddings().weight, num_rows)
+
+    plans = []
+    for last in range(num_repetitions, 0, -1):  # where rows cost, later exits are left out, but for the last
+        exits = sorted({*range(1, last + 1), num_repetitions})
+        one_pass = run_layers(num_repetitions) + run_head(len(exits))
+        plans.append((_usual_passes(exits), one_pass, exits))
+    num_passes, one_pass, exits = min(plans, key=lambda plan: plan[0] * plan[1])
+    plain = num_repetitions * run_layers(1) + run_head(1)
+    if plain / one_pass < num_passes:
         return exits, 0.0
     return exits, min(plain / one_pass * TOLERANCE, num_repetitions - 0.25)
+
+
+def _usual_passes(exits):
+    """Passes per token of usual models if these exits are asked: a change is noticed at the next that is."""
+    num_passes, share = 1.0, USUAL_CHANGES[0]
+    for exit_ in range(2, exits[-1] + 1):
+        num_passes += share * (next(asked for asked in exits if asked >= exit_) - 1)
+        share = USUAL_CHANGES[1] if exit_ == 2 else share / 2
+    return num_passes
 
 
 class _TokenChoice:
