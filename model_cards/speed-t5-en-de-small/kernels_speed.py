@@ -363,7 +363,7 @@ constexpr int64_t kLanes = 8;
 #endif
 constexpr int64_t kPair = 2 * kLanes;
 constexpr int64_t kLine = 64;     // bytes that are fetched together
-constexpr int64_t kAhead = 4096;  // bytes, in all that is read in turns; farther than the processor fetches by itself
+constexpr int64_t kAhead = 4096;  // bytes; farther than the processor fetches by itself
 
 template <typename T>
 using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
@@ -385,6 +385,14 @@ struct Pair {
     second = std::bit_cast<Lanes<float>>(both & 0xffff0000u);
   }
 };
+
+// Has a value in a register, now.
+template <typename T>
+inline void keep(T& value) {
+#ifdef __AVX2__
+  asm("" : "+v"(value));
+#endif
+}
 
 template <int64_t kBytes>
 inline void fetch(const void* from) {
@@ -640,15 +648,15 @@ at::Tensor first_largest(const at::Tensor& scores) {
 // Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
 //
-// Memory is read faster from several places in turns, since processors fetch ahead from each of them by themselves. So
-// a weight lies in parts, each with a share of the inputs of all outputs, and sums take two inputs of each part in turn.
+// Memory is read faster from several places in turns, since processors fetch ahead from each of them by themselves.
+// So a weight lies in parts, each with a share of the inputs of all outputs, and sums take two inputs of each in turn.
 
 constexpr int64_t kBlock = kPair;   // outputs that are multiplied together, and rows: as many as registers hold
 constexpr int64_t kMostRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kOutputs = 32;    // numbers of outputs must be multiples of it
 constexpr int64_t kStreams = 4;     // parts of a weight
 template <typename T>
-inline const T* ahead_of(const T* from) { return from + kAhead / kStreams / sizeof(T); }
+inline const T* ahead_of(const T* from) { return from + 512 / sizeof(T); }  // in its part
 constexpr int64_t kTurn = 2;        // inputs, or pairs of them, that are taken from a part in its turn
 constexpr int64_t kInputs = 2 * kTurn * kStreams;  // numbers of inputs must be multiples of it
 
@@ -663,16 +671,18 @@ struct Groups {
 // `kRows` rows times a block of outputs, whose weights lie side by side for each input, in `kParts` parts `stride`
 // apart. States are in the order of the sums.
 template <typename Weight, int64_t kParts, int64_t kRows>
-void multiply_block(const float* states, const Weight* weight, int64_t stride, int64_t inputs, float* output) {
+void multiply_block(const float* states, const Weight* weight, int64_t stride, int64_t inputs, bool fetches,
+                    float* output) {
   Lanes<float> sums[kRows][2] = {};
   for (int64_t input = 0; input < inputs; input += kParts * kTurn, weight += kTurn * kBlock)
 #pragma GCC unroll 1  // else compilers keep some sums in memory
     for (int64_t part = 0; part < kParts; ++part) {
       const Weight* from = weight + part * stride;
-      if (kParts > 1) fetch<kTurn * kBlock * sizeof(Weight)>(ahead_of(from));
+      if (fetches) fetch<kTurn * kBlock * sizeof(Weight)>(ahead_of(from));
 #pragma GCC unroll 2
       for (int64_t i = 0; i < kTurn; ++i) {
-        const Pair pair(from + i * kBlock);
+        Pair pair(from + i * kBlock);
+        keep(pair.first), keep(pair.second);  // else compilers read them again for each row
         for (int64_t row = 0; row < kRows; ++row) {
           const float state = states[row * inputs + input + part * kTurn + i];
           sums[row][0] += state * pair.first;
@@ -715,9 +725,9 @@ void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
       if (widens)
-        multiply_wide(states + start * inputs, wide.data(), 0, inputs, sums);
+        multiply_wide(states + start * inputs, wide.data(), 0, inputs, false, sums);
       else
-        multiply(states + start * inputs, from, stride, inputs, sums);
+        multiply(states + start * inputs, from, stride, inputs, group == 0, sums);
       for (int64_t row = 0; row < groups.size; ++row) finish(start + row, block, sums + row * kBlock);
     }
   }
@@ -910,7 +920,7 @@ inline __m256i widened(const int8_t* from) {
 }
 inline Sums add_pairs(Sums sums, __m256i weights, int32_t states) {
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(weights, _mm256_set1_epi32(states)));
-  asm("" : "+x"(sums));  // else compilers add products first, for which there are no registers
+  keep(sums);  // else compilers add products first, for which there are no registers
   return sums;
 }
 #else
@@ -928,13 +938,14 @@ inline Sums add_pairs(Sums sums, const int8_t* weights, int32_t states) {
 // `kRows` rows times a block of outputs. Two inputs of an output lie side by side, and so do two states of 16 bits.
 // Weights are in parts `stride` apart, states in the order of the sums.
 template <int64_t kRows>
-void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t stride, int64_t pairs, int32_t* output) {
+void multiply_roughly(const int32_t* states, const int8_t* weight, int64_t stride, int64_t pairs, bool fetches,
+                      int32_t* output) {
   Sums sums[2 * kRows] = {};
   for (int64_t pair = 0; pair < pairs; pair += kStreams * kTurn, weight += kTurn * 2 * kRoughBlock)
 #pragma GCC unroll 1
     for (int64_t part = 0; part < kStreams; ++part) {
       const int8_t* from = weight + part * stride;
-      fetch<kTurn * 2 * kRoughBlock>(ahead_of(from));
+      if (fetches) fetch<kTurn * 2 * kRoughBlock>(ahead_of(from));
 #pragma GCC unroll 2
       for (int64_t i = 0; i < kTurn; ++i, from += 2 * kRoughBlock) {
         const auto first = widened(from), second = widened(from + kRoughBlock);
@@ -1017,7 +1028,8 @@ struct RoughStates {
         const double rest = states[i] - static_cast<double>(scale) * stored;
         length += static_cast<double>(states[i]) * states[i];
         difference += rest * rest;
-        numbers[row * pairs + turn(i / 2, pairs)] |= static_cast<uint32_t>(static_cast<uint16_t>(stored)) << (i % 2 * 16);
+        const auto bits = static_cast<uint32_t>(static_cast<uint16_t>(stored));
+        numbers[row * pairs + turn(i / 2, pairs)] |= bits << (i % 2 * 16);
       }
       scales[row] = scale;
       lengths[row] = std::sqrt(length);
@@ -1045,7 +1057,7 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
       for (int64_t group = 0; group < groups.count; ++group) {
         const int64_t start = groups.start(group);
         multiply(rows.numbers.data() + start * pairs, rough.const_data_ptr<int8_t>() + block * part_size,
-                 num_blocks * part_size, pairs, sums);
+                 num_blocks * part_size, pairs, group == 0, sums);
         for (int64_t row = start; row < start + groups.size; ++row) {
           const int32_t* row_sums = sums + (row - start) * kRoughBlock;
           const int64_t first = block * kRoughBlock;
