@@ -360,6 +360,10 @@ class _SpeedRun:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, states, index):
+        """Rows of states, as a view where that is possible; `index` is ascending."""
+        first, num_rows = index.item(0), len(index)
+        if index.item(-1) - first + 1 == num_rows:
+            return states[first : first + num_rows]
         return states.index_select(0, self._tensor(index))
 
     def _tensor(self, array):
@@ -564,13 +568,13 @@ class _StopCheck:
         self.device = device
         self.num_hidden_columns = num_hidden_columns
         self.max_length = window.last_column + 1
-        # Length and end-of-sequence are looked at for all sequences at once; others may do anything, so they are
-        # called.
-        self.eos = [
-            criterion.eos_token_id.cpu().numpy()
+        # Length and end-of-sequence are looked at here; others may do anything, so they are called.
+        self.eos_token_ids = {
+            token
             for criterion in stopping_criteria
             if type(criterion) is EosTokenCriteria
-        ]
+            for token in criterion.eos_token_id.tolist()
+        }
         self.other = [
             criterion
             for criterion in stopping_criteria
@@ -590,11 +594,14 @@ class _StopCheck:
     def check(self, num_new):
         """Look at the `num_new` youngest committed tokens `(B,)` one after the other; says who is still in flight."""
         committed = self.window.num_committed
-        for step in range(int(num_new.max())):
-            lengths = np.minimum(committed - num_new + step + 1, committed)
-            here = ~self.finished & (step < num_new)
-            self.lengths = np.where(here, lengths, self.lengths)
-            self.finished = self.finished | (here & self._stops(lengths))
+        for sequence in (num_new * ~self.finished).nonzero()[0].tolist():
+            stop = committed.item(sequence)
+            for length in range(stop - num_new.item(sequence) + 1, stop + 1):
+                self.lengths[sequence] = length
+                token = self.window.tokens.item(sequence, length - 1)
+                if length >= self.max_length or token in self.eos_token_ids:
+                    self.finished[sequence] = True
+                    break
         self._ask_others()
         if self.pads_finished:
             self.in_flight = ~self.finished
@@ -623,13 +630,6 @@ class _StopCheck:
             cut = stops & (self.lengths >= self.num_asked)
             self.lengths = np.where(cut, self.num_asked, self.lengths)
             self.finished = self.finished | cut
-
-    def _stops(self, lengths):
-        stops = lengths >= self.max_length
-        token = self.window.tokens[np.arange(len(lengths)), lengths - 1]
-        for eos_token_ids in self.eos:
-            stops |= (token[:, None] == eos_token_ids).any(1)
-        return stops
 
 
 class _Streaming:

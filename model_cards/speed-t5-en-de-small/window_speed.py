@@ -129,15 +129,16 @@ class Window:
             sequences, columns (`np.ndarray` of shape `(R,)`): the rows of the pass that predict new tokens.
             predictions (`np.ndarray` of shape `(R,)`): the token each of them predicts for the column after it.
         """
-        guesses = self.tokens[sequences, columns + 1]
-        exits = self.done[sequences, columns]
-        differs, guessed = predictions != guesses, guesses != NO_TOKEN
-        history = np.where(exits == 1, 2, self.history[sequences, columns] * guessed)
-        self.history[sequences, columns] = history | ((history > 0) & differs & guessed & (exits > 1)) << exits
-
         first: dict[int, tuple[int, int]] = {}  # sequence -> column and token of its first difference
-        for sequence, column, token in zip(*(rows[differs].tolist() for rows in (sequences, columns, predictions))):
-            if sequence not in first or column < first[sequence][0]:
+        for sequence, column, token in zip(sequences.tolist(), columns.tolist(), predictions.tolist()):
+            guess, exit_ = self.tokens.item(sequence, column + 1), self.done.item(sequence, column)
+            history = self.history.item(sequence, column) if guess != NO_TOKEN else 0
+            if exit_ == 1:
+                history = 2
+            elif history and token != guess:
+                history |= 1 << exit_
+            self.history[sequence, column] = history
+            if token != guess and (sequence not in first or column < first[sequence][0]):
                 first[sequence] = column, token
         for sequence, (column, token) in first.items():
             self._restart(sequence, column + 1, token)
@@ -160,12 +161,17 @@ class Window:
         Returns:
             `np.ndarray` of shape `(B,)`: newly committed tokens per sequence.
         """
-        complete = (self.done[:, self.first : self.stop] == self.num_repetitions).sum(1) + self.first
-        # Position c commits column c + 1; prompt positions before the last one commit nothing new.
-        committed = np.where(running, np.maximum(complete + 1, self.prompt_length), self.num_committed)
-        num_new = committed - self.num_committed
-        self.num_committed = committed
-        grown = num_new.nonzero()[0].tolist()
+        num_new = np.zeros_like(self.num_committed)
+        grown = []
+        for sequence in running.nonzero()[0].tolist():
+            # Position c commits column c + 1; prompt positions before the last one commit nothing new.
+            start = column = self.num_committed.item(sequence) - 1
+            while column < self.stop and self.done.item(sequence, column) == self.num_repetitions:
+                column += 1
+            if column > start:
+                num_new[sequence] = column - start
+                grown.append(sequence)
+        self.num_committed = self.num_committed + num_new
         if grown and self.break_even >= 1:
             self._hold_back(grown, running)
         return num_new
