@@ -284,6 +284,7 @@ SOURCE = r"""
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -295,6 +296,17 @@ SOURCE = r"""
 #include <vector>
 
 namespace {
+
+// Runs 0 .. `count` in parts, by threads that take the next part when they are done with one: where processors are
+// shared with others, they are not equally fast.
+template <typename Run>
+void share_out(int64_t count, const Run& run) {
+  const int64_t threads = at::get_num_threads(), step = std::max<int64_t>(1, count / (8 * threads));
+  std::atomic<int64_t> next = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t begin; (begin = next.fetch_add(step)) < count;) run(begin, std::min(begin + step, count));
+  });
+}
 
 // Everything is computed in float, and rounded where it is stored.
 inline float load(const float* from) { return *from; }
@@ -551,7 +563,7 @@ void attend_all(const at::Tensor& query, const at::Tensor& key, const at::Tensor
           for (int64_t i = 0; i < size; ++i) store(to + head * per_head + i, load(from + head * size + i));
       }
   });
-  at::parallel_for(0, rows * heads, 1, [&](int64_t begin, int64_t end) {
+  share_out(rows * heads, [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(memory.size(4) + 2 * size);
     float *scores = scratch.data(), *wide_query = scores + memory.size(4), *wide_output = wide_query + size;
     for (int64_t task = begin; task < end; ++task) {
@@ -892,7 +904,7 @@ at::Tensor multiply_packed(const at::Tensor& states, const at::Tensor& packed) {
     const auto* input_data = input.const_data_ptr<Multiplied<T>>();
     const T* weight_data = packed.const_data_ptr<T>();
     T* output_data = output.mutable_data_ptr<T>();
-    at::parallel_for(0, outputs / kBlock, 1, [&](int64_t begin, int64_t end) {
+    share_out(outputs / kBlock, [&](int64_t begin, int64_t end) {
       multiply_blocks(input_data, weight_data, num_rows, inputs, outputs / kBlock, begin, end,
                       [&](int64_t row, int64_t block, const float* sums) {
                         T* line = output_data + row * outputs + block * kBlock;
@@ -1051,7 +1063,7 @@ std::vector<std::pair<int64_t, int64_t>> candidates(const at::Tensor& states, co
   std::vector<float> lower(num_rows * num_blocks), upper(num_rows * num_blocks);
   const Groups groups(num_rows, kRoughRows);
   const auto multiply = multiply_roughly_of(groups.size, std::make_integer_sequence<int64_t, kRoughRows>());
-  at::parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+  share_out(num_blocks, [&](int64_t begin, int64_t end) {
     int32_t sums[kRoughRows * kRoughBlock];
     for (int64_t block = begin; block < end; ++block)
       for (int64_t group = 0; group < groups.count; ++group) {
@@ -1109,7 +1121,7 @@ at::Tensor argmax_of_product(const at::Tensor& states, const at::Tensor& packed,
     const at::Tensor input = multiplied<T>(states);
     const auto* input_data = input.const_data_ptr<Multiplied<T>>();
     std::vector<std::pair<int32_t, int64_t>> best(num_found);  // rank and place of the largest output
-    at::parallel_for(0, num_found, 4, [&](int64_t begin, int64_t end) {
+    share_out(num_found, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         multiply_blocks(input_data + found[i].first * inputs, packed.const_data_ptr<T>(), 1, inputs, outputs / kBlock,
                         found[i].second, found[i].second + 1, [&](int64_t, int64_t block, const float* sums) {

@@ -286,7 +286,8 @@ class SpeedT5Model(SpeedT5PreTrainedModel):
             `torch.Tensor` of the same shape: the rows one repetition further.
         """
         if rows.attention_masks is None:
-            refuse_float16(hidden_states)
+            if not rows.bias_lines:  # that is, now and then
+                refuse_float16(hidden_states)
             if rows.attends_by_itself:
                 self._add_bias_line(rows, True, hidden_states.dtype)
             rows.attention_masks = [self._attention_mask(rows, block, hidden_states.dtype) for block in rows.blocks]
@@ -478,6 +479,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
         super().__init__(config)
         self.model = SpeedT5Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.logit_scale = config.hidden_size**-0.5
         self.post_init()
         # A generation config marked as made from the model config forgets its `speed` options when it is loaded again.
         self.generation_config._from_model_config = False
@@ -510,7 +512,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
     def exit_tokens(self, hidden_states: torch.Tensor, rows) -> torch.LongTensor:
         """See [`SpeedGenerationMixin.exit_tokens`]; packed weights may find them without most of the scores."""
         exit_states = self.model.exit_states(hidden_states, rows.operations)
-        return rows.argmax(exit_states * self._logit_scale, self.lm_head)
+        return rows.argmax(exit_states * self.logit_scale, self.lm_head)
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -529,11 +531,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
 
     def _head(self, exit_states, multiply=multiply):
         # Tied to embeddings of standard deviation 1, so the product needs scaling; its smaller side is cheaper.
-        return multiply(exit_states * self._logit_scale, self.lm_head)[0]
-
-    @property
-    def _logit_scale(self):
-        return self.config.hidden_size**-0.5
+        return multiply(exit_states * self.logit_scale, self.lm_head)[0]
 
     @can_return_tuple
     @auto_docstring
@@ -592,7 +590,7 @@ class SpeedT5ForCausalLM(SpeedT5PreTrainedModel, SpeedGenerationMixin):
                 self.config.exit_weights(),
                 z_loss=self.config.z_loss,
                 num_items_in_batch=num_items_in_batch,
-                logit_scale=self._logit_scale,
+                logit_scale=self.logit_scale,
                 shift_labels=shift_labels,
             )
         if return_exit_logits:
