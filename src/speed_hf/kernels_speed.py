@@ -657,7 +657,7 @@ at::Tensor first_largest(const at::Tensor& scores) {
   return output;
 }
 
-// Products of packed weights. Every sum is taken over the inputs in order, so it does not depend on how many rows are
+// Products of packed weights. Every sum takes the inputs in the same order, so it does not depend on how many rows are
 // multiplied together. Weights are read from memory once, block of outputs by block of outputs, and ahead of time.
 //
 // Memory is read faster from several places in turns, since processors fetch ahead from each of them by themselves.
@@ -667,10 +667,12 @@ constexpr int64_t kBlock = kPair;   // outputs that are multiplied together, and
 constexpr int64_t kMostRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kOutputs = 32;    // numbers of outputs must be multiples of it
 constexpr int64_t kStreams = 4;     // parts of a weight
-template <typename T>
-inline const T* ahead_of(const T* from) { return from + 512 / sizeof(T); }  // in its part
 constexpr int64_t kTurn = 2;        // inputs, or pairs of them, that are taken from a part in its turn
 constexpr int64_t kInputs = 2 * kTurn * kStreams;  // numbers of inputs must be multiples of it
+
+// What to fetch of a part while this is read.
+template <typename T>
+inline const T* ahead_of(const T* from) { return from + 512 / sizeof(T); }
 
 // Rows in groups of equally many; the last group begins earlier instead of being smaller.
 struct Groups {
@@ -726,13 +728,13 @@ void multiply_blocks(const float* states, const Weight* weight, int64_t num_rows
   for (int64_t block = begin; block < end; ++block) {
     const Weight* from = weight + block * part_size;
     float* to = wide.data();
-    for (int64_t i = 0; widens && i < part_size; i += kTurn * kBlock)
+    for (int64_t i = 0; widens && i < inputs / kStreams; i += kTurn)
       for (int64_t part = 0; part < kStreams; ++part)
-        for (const Weight* line = from + part * stride + i; line < from + part * stride + i + kTurn * kBlock;) {
+        for (int64_t j = 0; j < kTurn; ++j, to += kBlock) {
+          const Weight* line = from + part * stride + (i + j) * kBlock;
           fetch<kBlock * sizeof(Weight)>(ahead_of(line));
           const Pair pair(line);
           std::memcpy(to, &pair, sizeof(pair));
-          line += kBlock, to += kBlock;
         }
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t start = groups.start(group);
