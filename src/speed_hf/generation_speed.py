@@ -400,6 +400,7 @@ def _pad_columns(mask, num_columns, value):
 
 SMALL_OPERATIONS = 15e6  # weights that could be read while a pass does all that is no product
 USUAL_CHANGES = 0.15, 0.02  # shares of predictions that change at exits 2 and 3, then half as many at each
+LEAST_GAIN = 1.1  # for which exits are left out, since predictions of some models change more often than usual
 TOLERANCE = 1.3  # to begin and end guessing again and again costs more than a little bad guessing
 
 
@@ -434,6 +435,8 @@ def _plan(model, num_sequences, operations):
         one_pass = run_layers(num_repetitions) + run_head(len(exits))
         plans.append((_usual_passes(exits), one_pass, exits))
     num_passes, one_pass, exits = min(plans, key=lambda plan: plan[0] * plan[1])
+    if num_passes * one_pass * LEAST_GAIN > plans[0][0] * plans[0][1]:  # all exits
+        num_passes, one_pass, exits = plans[0]
     plain = num_repetitions * run_layers(1) + run_head(1)
     if plain / one_pass < num_passes:
         return exits, 0.0
