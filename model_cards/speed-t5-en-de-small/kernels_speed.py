@@ -131,13 +131,14 @@ class CompiledProduct(PackedProduct):
         library = operations.library
         self.packed = library.pack.default(weight)
         self._product, self._argmax = library.multiply.default, library.argmax_of_product.default
+        self._screens = library.screens.default
         self._rough = None  # made when it is first needed
 
     def __call__(self, states):
         return self._product(states, self.packed)
 
     def argmax(self, states, weight):
-        if not self.operations.searches(weight, len(states)):
+        if not self._screens(weight, len(states)):
             return super().argmax(states, weight)
         if self._rough is None:
             self._rough = self.operations.library.pack_rough.default(weight.detach())
@@ -166,13 +167,10 @@ class CompiledOperations(TorchOperations):
         return TorchOperations.num_reads(device, torch.float32, num_rows)
 
     def num_reads_of_argmax(self, weight, num_rows):  # type: ignore[override]
-        if type(weight) is not nn.Parameter or not self.searches(weight, num_rows):
-            return self.num_reads(weight.device, weight.dtype, num_rows)
-        return max(1, num_rows / ROWS_PER_SEARCH) / weight.element_size()
-
-    def searches(self, weight: torch.Tensor, num_rows: int) -> bool:
-        """Whether the argmax of a product is found by a copy of the weight in 8 bits."""
-        return self._has_product(weight) and self.library.screens.default(weight, num_rows)
+        is_packed = type(weight) is nn.Parameter and self._has_product(weight)
+        if is_packed and self.library.screens.default(weight, num_rows):
+            return max(1, num_rows / ROWS_PER_SEARCH) / weight.element_size()
+        return self.num_reads(weight.device, weight.dtype, num_rows)
 
     def rms_norm(self, states, weight, eps):  # type: ignore[override]
         if states.dtype != weight.dtype:
